@@ -1,0 +1,1 @@
+"""Client side of kvpool: the node client daemon and the worker SDK."""

@@ -1,0 +1,130 @@
+"""What a segment file says about itself: superblock, slab records, slot headers.
+
+Rules
+  - All integers are little-endian. A header is trusted only if its check agrees.
+  - The slot header check covers every field, the slab's generation and slot size, and the slot number: no header
+    outlives its geometry, none can be moved.
+  - The check is arithmetic on the header's 64-bit columns, so that whole tables are checked at once. It guards
+    against torn and stale headers, not against somebody who may write the segment.
+  - A writer goes FREE or COMMITTED -> WRITING (with stamp), barrier, payload, barrier, COMMITTED (with checksum).
+    A reader sees the expected keys and stamps COMMITTED before its copy, and again after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool_proto.geometry import SLAB_RECORD_BYTES, SLOT_HEADER_BYTES
+
+U64 = npt.NDArray[np.uint64]
+Array = npt.NDArray[Any]
+
+MAGIC: Final = int.from_bytes(b"kvpool\x00\x01", "little")
+VERSION: Final = 1
+KEY_FIELD_BYTES: Final = 32
+
+FREE: Final = 0
+WRITING: Final = 1
+COMMITTED: Final = 2
+
+PARENT_ROOT: Final = 1
+PARENT_KEY: Final = 2
+PARENT_UNKNOWN: Final = 3
+
+SLOT_HEADER: Final = np.dtype(
+    [
+        ("state", "<u2"),
+        ("part", "<u2"),
+        ("key_bytes", "u1"),
+        ("parent_kind", "u1"),
+        ("reserved", "<u2"),
+        ("namespace", "V16"),
+        ("key", "V32"),  # padded with zeros behind key_bytes
+        ("parent_key", "V32"),
+        ("stamp", "<u8"),
+        ("length_bytes", "<u8"),
+        ("checksum", "<u8"),  # XXH3-64 of the part's bytes; 0 with verify off
+        ("spare", "<u8"),
+        ("check", "<u8"),
+    ]
+)
+SLAB_RECORD: Final = np.dtype(
+    [("generation", "<u8"), ("slot_bytes", "<u8"), ("slots", "<u8"), ("spare", "V32"), ("check", "<u8")]
+)
+SUPERBLOCK: Final = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("version", "<u8"),
+        ("node_id", "V256"),  # UTF-8, padded with zeros
+        ("incarnation", "<u8"),
+        ("epoch", "<u8"),  # the highest that the node client obeys
+        ("size_bytes", "<u8"),  # of the slabs
+        ("slab_bytes", "<u8"),
+        ("segment_index", "<u8"),
+        ("spare", "<u8"),
+        ("check", "<u8"),
+    ]
+)
+assert SLOT_HEADER.itemsize == SLOT_HEADER_BYTES and SLAB_RECORD.itemsize == SLAB_RECORD_BYTES
+
+# Odd multipliers from the golden ratio's 64-bit fraction (Knuth, TAOCP 6.4, Fibonacci hashing), one a column.
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_FACTORS: Final = np.array([(_GOLDEN * (2 * i + 1) | 1) & (2**64 - 1) for i in range(64)], dtype=np.uint64)
+
+
+def _mix(columns: U64) -> U64:
+    """One 64-bit value per row of `columns` (rows x n, n <= 62); wraps around by design."""
+    words = columns ^ (columns >> np.uint64(31))
+    mixed = (words * _FACTORS[: columns.shape[1]]).sum(axis=1, dtype=np.uint64)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(_GOLDEN)
+    return mixed ^ (mixed >> np.uint64(32))
+
+
+def _columns(records: Array) -> U64:
+    return records.view(np.uint64).reshape(len(records), -1)[:, :-1]
+
+
+def slot_checks(headers: Array, first_slot: int, generation: int, slot_bytes: int) -> U64:
+    """The checks that `headers` (SLOT_HEADER, contiguous) should carry as slots first_slot, first_slot + 1, ...
+
+    first_slot counts through the segment. Returns uint64, one per header.
+    """
+    place = np.arange(first_slot, first_slot + len(headers), dtype=np.uint64) * _FACTORS[62]
+    life = np.uint64((generation * int(_FACTORS[63]) ^ slot_bytes * _GOLDEN) & (2**64 - 1))
+    return _mix(_columns(headers)) ^ place ^ life
+
+
+def record_check(record: Array) -> U64:
+    """The check that slab records or a superblock should carry, one per record."""
+    return _mix(_columns(record))
+
+
+def pack_keys(chain: bytes, key_bytes: int) -> Array:
+    """The keys of a chain as V32, zero-padded: shape (blocks,)."""
+    blocks = len(chain) // key_bytes
+    padded = np.zeros((blocks, KEY_FIELD_BYTES), dtype=np.uint8)
+    padded[:, :key_bytes] = np.frombuffer(chain, dtype=np.uint8).reshape(blocks, key_bytes)
+    return padded.view("V32").reshape(blocks)
+
+
+class Barrier:
+    """A full memory barrier between the steps of a copy, for processors that reorder (ARM).
+
+    Python has none. Releasing and taking a lock is one: POSIX (4.12, Memory Synchronization) makes sem_post and
+    sem_wait, on which CPython's locks stand, synchronise memory; what precedes the release is seen before what
+    follows the acquire.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def __call__(self) -> None:
+        """Order every load and store before this call before every one after it."""
+        self._lock.release()
+        self._lock.acquire()

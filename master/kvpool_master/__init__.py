@@ -1,0 +1,1 @@
+"""The Master Service: the directory, space, leases, eviction and liveness of one pool."""

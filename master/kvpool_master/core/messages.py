@@ -1,0 +1,437 @@
+"""Commands in, outcomes out: frozen values, the whole vocabulary of the core.
+
+A command enters Pool.apply(command, now_ms); what comes back is a reply of the type named beside the command
+(its `effects` say what others must be told). A broken rule raises a KVPoolError and changes nothing.
+
+Rules of the words used here
+  - ids of leases and reservations: 16 bytes, chosen by the caller; namespace: 16-byte id
+  - chain: packed keys, first block first; offsets count blocks from the start of the request's chain
+  - extents: packed, see extents.py; parts: half-open [part_from, part_to)
+  - times are in ms; what a reply calls *_ms is a duration from now
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+from kvpool_proto.namespace import NamespaceSpec
+
+ID_BYTES = 16
+
+
+class Reason(IntEnum):
+    """Why an answer is shorter than the question; the numbers are those of pool.proto."""
+
+    NONE = 0
+    UNKNOWN_KEY = 1
+    HOLE = 2
+    BEING_WRITTEN = 3
+    PART_MISSING = 4
+    NODE_AWAY = 5
+    CONFLICT = 6
+    NO_SPACE = 7
+    RESERVE_SHARE = 8
+    NO_NODE = 9
+    SLAB_PENDING = 10
+    TOO_MANY_LEASES = 11
+    TOO_MANY_RESERVATIONS = 12
+    STARTING = 13
+
+
+class GoneReason(IntEnum):
+    """Why blocks went; the numbers are those of pool.proto."""
+
+    EVICTED = 1
+    INCOMPLETE = 2
+    REMOVED = 3
+    PURGED = 4
+    BAD_BYTES = 5
+    NODE_RETIRED = 6
+    WRITE_GIVEN_UP = 7
+
+
+class RunState(IntEnum):
+    """What a run of a ReserveReply is to the caller; the numbers are those of pool.proto."""
+
+    EXISTS = 1
+    BEING_WRITTEN = 2
+    YOURS = 3
+
+
+class Parent(Enum):
+    """A put that follows the root, or nobody knows what. A put that follows a block names its key (bytes)."""
+
+    ROOT = "root"
+    UNKNOWN = "unknown"
+
+
+# -- effects: what the shell must carry out ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BindSlab:
+    """Tell the node to clear the slab's table, set the slot size and raise the generation; it answers SlabBound."""
+
+    node: str
+    segment: int
+    slab: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """The node was given up: end its session and say so."""
+
+    node: str
+    incarnation: int
+
+
+Effect = BindSlab | Retire
+
+
+# -- namespaces ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNamespace:
+    """Register or find a namespace -> Opened. The first slab of its slot size is bound ahead.
+
+    Raises BadNamespaceSpec, NamespaceDiffers (same id, other `entry`), SlotTooLarge, LimitReached.
+    """
+
+    spec: NamespaceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    namespace: bytes
+    slot_bytes: int
+    effects: tuple[Effect, ...] = ()
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Lease the longest run after `skip` blocks that can be copied now -> Hit.
+
+    An unknown key ends the run. The first `skip` blocks may be holes but must be known where entry is root.
+    The lease pins only the deepest block hit, which holds all before it; nothing is leased on a miss.
+    A lease id seen before is granted anew (a retry), its old pin goes. Raises UnknownNamespace,
+    KeyLengthMismatch, EmptyChain, ChainTooLong, BadId, ForeignId (the id belongs to another namespace).
+    """
+
+    namespace: bytes
+    chain: bytes
+    skip: int
+    lease: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """blocks: hits after `skip`; extents cover chain blocks [skip, skip + blocks), all parts."""
+
+    blocks: int
+    reason: Reason
+    extents: bytes
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """The question of Lookup without lease, touch or metric -> Peeked. Raises as Lookup."""
+
+    namespace: bytes
+    chain: bytes
+    skip: int
+    explain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    reason: GoneReason
+    ago_ms: int
+    idle_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peeked:
+    """gone: with `explain`, what the ring remembers of the first missing block."""
+
+    blocks: int
+    reason: Reason
+    extents: bytes
+    gone: Gone | None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End leases -> Released. An unknown id is remembered: its lookup, arriving later, leases nothing."""
+
+    leases: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Prolong a lease up to its maximum life -> Renewed. Raises UnknownLease."""
+
+    lease: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    lease_ms: int
+
+
+# -- writing -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ask for room for what is missing of a chain -> Reserved.
+
+    parent: Parent.ROOT, Parent.UNKNOWN or the key before chain[0]; entry = root takes only Parent.ROOT.
+    nodes: node of each part of [part_from, part_to), or one for all, or () for anywhere.
+    worker: the writing process (node client's number), 0 for a scheduler that reserves for its ranks.
+    The same id again is the same reservation and gets the same answer. Raises as Lookup, PartOutOfRange,
+    BadRequest, ForeignId (the id is a reservation for another chain), ReservationEnded (the id was aborted
+    or has expired).
+    """
+
+    namespace: bytes
+    reservation: bytes
+    parent: Parent | bytes
+    chain: bytes
+    part_from: int
+    part_to: int
+    nodes: tuple[str, ...] = ()
+    worker: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks [offset, offset + blocks) of parts [part_from, part_to) are in one state."""
+
+    offset: int
+    blocks: int
+    part_from: int
+    part_to: int
+    state: RunState
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """runs cover every asked part of chain blocks [0, answered); extents say where to write what is yours.
+
+    Runs are ordered by offset, then part. write_ms = 0 and no reservation is kept when nothing is yours.
+    """
+
+    answered: int
+    reason: Reason
+    runs: tuple[Run, ...]
+    extents: bytes
+    write_ms: int
+    effects: tuple[Effect, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Report that the first `blocks` of the blocks granted to each named part are written -> Committed.
+
+    A running total: less than before, or the same again, changes nothing. final gives up the rest of these
+    parts with the writer's word. A commit after the end of these parts answers as before when it adds nothing,
+    else raises ReservationEnded. Raises UnknownReservation, PartOutOfRange, CommitTooLarge.
+    """
+
+    reservation: bytes
+    part_from: int
+    part_to: int
+    blocks: int
+    final: bool
+    worker: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """blocks: the total that stands, the lowest of the parts named; lost: of these, removed meanwhile."""
+
+    blocks: int
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Give up what is not committed of parts (part_to = 0: all) -> Aborted.
+
+    writer: the word of the parts' own writer, who copies no more: slots come back at once, else they stay in
+    quarantine. An unknown id is remembered: its reserve, arriving later, is refused.
+    """
+
+    reservation: bytes
+    writer: bool
+    part_from: int = 0
+    part_to: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    aborted: bool
+
+
+# -- removing ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Hide the blocks of a chain behind `skip` -> Removed; slots free when the leases of now have ended.
+
+    What hangs below stays and is reachable again when the hole is filled. Blocks being written are left alone.
+    """
+
+    namespace: bytes
+    chain: bytes
+    skip: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """Hide all of a namespace and end its reservations -> Purged."""
+
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBad:
+    """A node client's word that the last block of `chain` with this stamp has bad bytes -> Removed."""
+
+    namespace: bytes
+    chain: bytes
+    stamp: int
+
+
+# -- nodes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOffer:
+    """index: the node's own number. size_bytes: slabs x slab_bytes."""
+
+    index: int
+    size_bytes: int
+    slab_bytes: int
+    numa_node: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A node client offers its segments -> Registered.
+
+    The same incarnation again gets the same handles (a retry, or a reconnect). A newer incarnation replaces a
+    suspect one, whose blocks are dropped; beside a live one it raises NodeIdTaken, an older one raises
+    StaleIncarnation. Raises BadSegment, LimitReached, BadRequest.
+    """
+
+    node: str
+    incarnation: int
+    segments: tuple[SegmentOffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    handles: tuple[int, ...]
+    effects: tuple[Effect, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The node is alive: up again if it was suspect -> Done. Raises UnknownNode, StaleIncarnation."""
+
+    node: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlabBound:
+    """The node bound a slab as told -> Done. An answer to nothing that was asked is ignored."""
+
+    node: str
+    incarnation: int
+    segment: int
+    slab: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """A worker's process has ended: its reservations are given up, its quarantine ends -> Done."""
+
+    node: str
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The node's session broke: suspect at once -> Done. Ignored for an older incarnation or an unknown node."""
+
+    node: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetireNode:
+    """The node leaves for good -> Done; its spans are dropped in slices by Tick. Unknown: ignored."""
+
+    node: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Everything that time does: expiry, liveness, eviction ahead of need, background slices -> Done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    effects: tuple[Effect, ...] = ()
+
+
+Command = (
+    OpenNamespace
+    | Lookup
+    | Peek
+    | Release
+    | Renew
+    | Reserve
+    | Commit
+    | Abort
+    | Remove
+    | Purge
+    | BlockBad
+    | Register
+    | Heartbeat
+    | SlabBound
+    | WorkerGone
+    | SessionLost
+    | RetireNode
+    | Tick
+)
+Outcome = (
+    Opened | Hit | Peeked | Released | Renewed | Reserved | Committed | Aborted | Removed | Purged | Registered | Done
+)

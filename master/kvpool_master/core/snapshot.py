@@ -1,0 +1,118 @@
+"""Counters that the core keeps, and the snapshot that metrics and status read.
+
+Counters only rise within an epoch. Everything is in blocks and bytes; tokens are blocks x block_tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from kvpool_master.core.messages import GoneReason, Reason
+from kvpool_proto.namespace import NamespaceSpec
+
+EVICTED_IDLE_BOUNDS_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
+"""Upper bounds of the histogram of idle time at eviction, in seconds."""
+
+
+def _idle_buckets() -> list[int]:
+    return [0] * (len(EVICTED_IDLE_BOUNDS_S) + 1)
+
+
+@dataclass(slots=True)
+class NamespaceCounters:
+    """What happened in one namespace."""
+
+    lookups: int = 0
+    lookup_blocks: int = 0
+    """Blocks asked after `skip`."""
+    hit_blocks: int = 0
+    short_lookups: dict[Reason, int] = field(default_factory=dict[Reason, int])
+    """Lookups answered short, by reason."""
+    reserves: int = 0
+    granted_blocks: int = 0
+    """Block parts granted to writers."""
+    short_reserves: dict[Reason, int] = field(default_factory=dict[Reason, int])
+    """Reservations answered short, by reason: the allocation failures among them."""
+    stored_blocks: int = 0
+    """Blocks that became complete."""
+    gone_blocks: dict[GoneReason, int] = field(default_factory=dict[GoneReason, int])
+    conflicts: int = 0
+    """Keys refused because they were seen after two parents."""
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """What happened in the whole pool."""
+
+    leases_granted: int = 0
+    leases_released: int = 0
+    leases_expired: int = 0
+    reservations_opened: int = 0
+    reservations_completed: int = 0
+    """Every granted part block was committed."""
+    reservations_aborted: int = 0
+    """Given up at least in part by a final commit, an abort, a purge or a dead worker."""
+    reservations_expired: int = 0
+    evicted_idle_buckets: list[int] = field(default_factory=_idle_buckets)
+    evicted_idle_ms: int = 0
+    evict_passes: int = 0
+    evict_blocked: dict[str, int] = field(default_factory=dict[str, int])
+    """Passes that could not free what was wanted, by what held the leaves: leased, being_written, no_leaf, step_limit."""
+    stalls: int = 0
+    """Ticks so late that liveness deadlines were moved."""
+
+    def evicted(self, blocks: int, idle_ms: int) -> None:
+        """Count `blocks` evicted after `idle_ms` without a request."""
+        self.evicted_idle_buckets[bisect_left(EVICTED_IDLE_BOUNDS_S, idle_ms / 1000)] += blocks
+        self.evicted_idle_ms += idle_ms * blocks
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSnapshot:
+    id: bytes
+    spec: NamespaceSpec
+    blocks: int
+    """Complete blocks."""
+    bytes: int
+    """Slot bytes held by extents of the directory, all parts, complete or not."""
+    spans: int
+    counters: NamespaceCounters
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSnapshot:
+    handle: int
+    index: int
+    size_bytes: int
+    used_bytes: int
+    """Slots not free: stored, reserved, quarantined or waiting for leases to end."""
+    quarantined_bytes: int
+    deferred_bytes: int
+    """Hidden, waiting for the leases of their time to end."""
+    reserved_bytes: int
+    """Granted to open reservations, not yet committed."""
+    slabs: int
+    slabs_bound: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    node: str
+    incarnation: int
+    state: str
+    """"up" or "suspect"."""
+    state_reason: str
+    heartbeat_age_ms: int
+    segments: tuple[SegmentSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    epoch: int
+    namespaces: tuple[NamespaceSnapshot, ...]
+    nodes: tuple[NodeSnapshot, ...]
+    leases: int
+    reservations: int
+    ring_blocks: int
+    counters: PoolCounters

@@ -1,0 +1,196 @@
+"""One tree and one table of errors: exception | reason | gRPC code | what the caller should do.
+
+Reasons travel as google.rpc.ErrorInfo (see status.py); this file knows nothing of gRPC, so the core may
+raise from it. An error here means that nothing was changed. A miss, a full pool or a short answer is never
+an error: those are `Reason`s of a reply.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+DOMAIN = "kvpool"
+
+
+class KVPoolError(Exception):
+    """Root of every error that kvpool raises. `reason` is stable; the text is for people."""
+
+    reason: ClassVar[str] = "INTERNAL"
+    code: ClassVar[str] = "INTERNAL"
+    action: ClassVar[str] = "Report it: this is a bug in kvpool."
+
+
+# -- the caller broke a rule: change the request ------------------------------------------------------
+
+
+class BadRequest(KVPoolError):
+    reason = "BAD_REQUEST"
+    code = "INVALID_ARGUMENT"
+    action = "Correct the request; the text names the field."
+
+
+class KeyLengthMismatch(BadRequest):
+    reason = "KEY_LENGTH"
+    action = "Send whole keys of the namespace's key_bytes."
+
+
+class EmptyChain(BadRequest):
+    reason = "CHAIN_EMPTY"
+    action = "Do not ask for prompts shorter than a block."
+
+
+class ChainTooLong(BadRequest):
+    reason = "CHAIN_TOO_LONG"
+    action = "Cut the chain to chain_blocks_max (OpenNamespaceReply)."
+
+
+class PartOutOfRange(BadRequest):
+    reason = "PART_RANGE"
+    action = "Name parts within the namespace and the reservation."
+
+
+class BadId(BadRequest):
+    reason = "ID_LENGTH"
+    action = "Use 16 random bytes."
+
+
+class BadNamespaceSpec(BadRequest):
+    reason = "NAMESPACE_SPEC"
+    action = "Correct the spec; the text names the field."
+
+
+class BadSegment(BadRequest):
+    reason = "SEGMENT_GEOMETRY"
+    action = "Offer segments of a whole, non-zero number of slabs, within the limits."
+
+
+class SlotTooLarge(BadRequest):
+    reason = "SLOT_TOO_LARGE"
+    action = "Use larger slabs or fewer block_tokens: a slot has to fit in a slab."
+
+
+class CommitTooLarge(BadRequest):
+    reason = "COMMIT_TOO_LARGE"
+    action = "Commit at most what was granted to the part."
+
+
+# -- the thing named is not there or not yours --------------------------------------------------------
+
+
+class UnknownNamespace(KVPoolError):
+    reason = "NAMESPACE_UNKNOWN"
+    code = "NOT_FOUND"
+    action = "Open the namespace again (the Master may have restarted)."
+
+
+class UnknownLease(KVPoolError):
+    reason = "LEASE_UNKNOWN"
+    code = "NOT_FOUND"
+    action = "Look up again: the lease has ended."
+
+
+class UnknownReservation(KVPoolError):
+    reason = "RESERVATION_UNKNOWN"
+    code = "NOT_FOUND"
+    action = "Treat the blocks as not stored; reserve again if they still matter."
+
+
+class ReservationEnded(KVPoolError):
+    reason = "RESERVATION_ENDED"
+    code = "FAILED_PRECONDITION"
+    action = "Treat the blocks as not stored; reserve again with a new id."
+
+
+class ForeignId(KVPoolError):
+    reason = "ID_FOREIGN"
+    code = "FAILED_PRECONDITION"
+    action = "Choose a fresh id: this one belongs to another request."
+
+
+class NamespaceDiffers(KVPoolError):
+    reason = "NAMESPACE_DIFFERS"
+    code = "FAILED_PRECONDITION"
+    action = "Use the spec that is registered, or another namespace."
+
+
+class UnknownNode(KVPoolError):
+    reason = "NODE_UNKNOWN"
+    code = "NOT_FOUND"
+    action = "Register again."
+
+
+class UnknownSegment(KVPoolError):
+    reason = "SEGMENT_UNKNOWN"
+    code = "NOT_FOUND"
+    action = "Register again."
+
+
+class NodeIdTaken(KVPoolError):
+    reason = "NODE_ID_TAKEN"
+    code = "ALREADY_EXISTS"
+    action = "Give each node client its own node id, or wait until the other is suspect."
+
+
+class StaleIncarnation(KVPoolError):
+    reason = "INCARNATION_STALE"
+    code = "FAILED_PRECONDITION"
+    action = "A newer life of this node is registered: stop."
+
+
+# -- not now ------------------------------------------------------------------------------------------
+
+
+class LimitReached(KVPoolError):
+    reason = "LIMIT"
+    code = "RESOURCE_EXHAUSTED"
+    action = "Back off; the text names the setting."
+
+
+class MessageTooLarge(KVPoolError):
+    reason = "MESSAGE_TOO_LARGE"
+    code = "RESOURCE_EXHAUSTED"
+    action = "Send less in one message; the text names the setting."
+
+
+class NotEnabled(KVPoolError):
+    reason = "NOT_ENABLED"
+    code = "UNIMPLEMENTED"
+    action = "Start the Master with the flag that the text names."
+
+
+class Stopping(KVPoolError):
+    reason = "STOPPING"
+    code = "UNAVAILABLE"
+    action = "Go on without the pool; reconnect with backoff."
+
+
+class DeadlinePassed(KVPoolError):
+    reason = "DEADLINE_PASSED"
+    code = "DEADLINE_EXCEEDED"
+    action = "Nothing was done; go on without the pool."
+
+
+class Unreachable(KVPoolError):
+    """Raised by clients: no answer from the Master or the node client within the deadline."""
+
+    reason = "UNREACHABLE"
+    code = "UNAVAILABLE"
+    action = "Go on without the pool; the SDK reconnects by itself."
+
+
+class ProtocolError(KVPoolError):
+    """The other side sent what the contract does not allow."""
+
+    reason = "PROTOCOL"
+    code = "INTERNAL"
+    action = "Compare the versions of both sides."
+
+
+def _tree(root: type[KVPoolError]) -> list[type[KVPoolError]]:
+    found = [root]
+    for child in root.__subclasses__():
+        found += _tree(child)
+    return found
+
+
+BY_REASON: dict[str, type[KVPoolError]] = {error.reason: error for error in _tree(KVPoolError)}
