@@ -298,7 +298,8 @@ Global___OpenNamespaceReply: typing_extensions.TypeAlias = OpenNamespaceReply
 class Extents(google.protobuf.message.Message):
     """Runs of contiguous slots. Element i holds blocks [offset, offset + blocks) of the chain, parts
     [part_from, part_to) of each side by side: block b, part p lies in slot
-    first_slot + (b - offset) * (part_to - part_from) + (p - part_from).
+    first_slot + (b - offset) * stride + (p - part_from). stride is part_to - part_from, or more where some of
+    the parts that were placed side by side have been given up since.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -310,6 +311,7 @@ class Extents(google.protobuf.message.Message):
     PART_FROM_FIELD_NUMBER: builtins.int
     PART_TO_FIELD_NUMBER: builtins.int
     STAMP_FIELD_NUMBER: builtins.int
+    STRIDE_FIELD_NUMBER: builtins.int
     @property
     def offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """blocks from the start of the request's chain"""
@@ -330,6 +332,8 @@ class Extents(google.protobuf.message.Message):
     def part_to(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def stamp(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def stride(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -340,8 +344,9 @@ class Extents(google.protobuf.message.Message):
         part_from: collections.abc.Iterable[builtins.int] | None = ...,
         part_to: collections.abc.Iterable[builtins.int] | None = ...,
         stamp: collections.abc.Iterable[builtins.int] | None = ...,
+        stride: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "first_slot", b"first_slot", "offset", b"offset", "part_from", b"part_from", "part_to", b"part_to", "segment", b"segment", "stamp", b"stamp"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "first_slot", b"first_slot", "offset", b"offset", "part_from", b"part_from", "part_to", b"part_to", "segment", b"segment", "stamp", b"stamp", "stride", b"stride"]) -> None: ...
 
 Global___Extents: typing_extensions.TypeAlias = Extents
 

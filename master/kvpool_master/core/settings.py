@@ -54,7 +54,7 @@ class Settings:
     """How many blocks the ring of the gone remembers."""
 
     # space
-    bind_ahead_permille: int = 125
+    bind_ahead_permille: int = 500
     """Free slots of a size that is in use are kept bound up to this share of a segment."""
 
     # background work of one Tick

@@ -115,4 +115,7 @@ class Snapshot:
     leases: int
     reservations: int
     ring_blocks: int
+    """Blocks that the ring of the gone remembers."""
+    directory_bytes: int
+    """Memory of spans, keys, extents and index, estimated from a sample."""
     counters: PoolCounters

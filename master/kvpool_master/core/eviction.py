@@ -1,0 +1,97 @@
+"""Which unleased blocks go first. Ranks and answers; forest.py removes.
+
+Rules
+  - Leaf first: a block goes only when no cached block follows it, tail before head, never one that a lease holds or
+    that an open reservation leans on. Blocks asked for longest ago go first (LRU over leaves).
+  - Leaves wait in one lazy heap per segment and slot size. A span is queued when it becomes a leaf; an entry whose
+    span is none any more is dropped when met, one whose span was asked for since is queued again at its new age.
+  - The leaves of a pass that are held by leases are handed back after it.
+  - Within a leaf, the blocks of its last step go, or as many of them as are needed.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from kvpool_master.core import extents as ex
+from kvpool_master.core.segments import Leaf, Segment, Space
+from kvpool_master.core.spans import Span
+
+HEAP_SLACK = 1024
+"""Idle entries that a heap may hold before it is swept."""
+
+
+def is_leaf(span: Span) -> bool:
+    """Whether the span's last block could be evicted if nothing leased it."""
+    return bool(span.parent is not None and span.tree.alive and not span.children and not span.writers and span.have)
+
+
+def queue_leaf(space: Space, span: Span) -> None:
+    """Let the heaps of the segments where the span's bytes lie hold an entry for it."""
+    if span.queued:
+        return
+    span.queued = True
+    for handle in {row[2] for row in ex.records(span.extents)}:
+        segment = space.segments.get(handle)
+        if segment is not None:
+            heap = segment.leaves.setdefault(span.tree.slot_bytes, [])
+            heappush(heap, (span.age, span))
+            if len(heap) > 2 * segment.span_count + HEAP_SLACK:
+                sweep(heap)
+
+
+def sweep(heap: list[Leaf]) -> None:
+    """Drop entries that no longer tell the truth, and doubles."""
+    leaves = {entry[1]: entry for entry in heap if is_leaf(entry[1])}
+    for _, span in heap:
+        span.queued = span in leaves
+    heap[:] = leaves.values()
+    heapify(heap)
+
+
+class Pass:
+    """One pass over the leaves of a segment of one slot size, oldest first."""
+
+    __slots__ = ("_heap", "_held", "blocked")
+
+    def __init__(self, segment: Segment, slot_bytes: int) -> None:
+        self._heap = segment.leaves.setdefault(slot_bytes, [])
+        self._held: list[Leaf] = []
+        self.blocked = ""
+        """What kept the pass from finding a leaf: leased or no_leaf."""
+
+    def next_leaf(self) -> Span | None:
+        """The leaf whose last block was asked for longest ago and is not leased; it is no longer queued."""
+        heap = self._heap
+        while heap:
+            entry = heappop(heap)
+            age, span = entry
+            if not is_leaf(span):
+                span.queued = False
+            elif age != span.age:
+                heappush(heap, (span.age, span))
+            elif span.leases and span.leased_blocks() == span.blocks:
+                self._held.append(entry)
+            else:
+                span.queued = False
+                return span
+        self.blocked = "leased" if self._held else "no_leaf"
+        return None
+
+    def end(self) -> None:
+        """Hand back the leaves that leases hold."""
+        for entry in self._held:
+            heappush(self._heap, entry)
+        self._held.clear()
+
+
+def keep_blocks(span: Span, needed: int) -> int:
+    """How many leading blocks of a leaf stay when `needed` blocks are wanted: one step goes at most."""
+    step = span.steps[-1][0] if span.steps else 0
+    return max(step, span.leased_blocks(), span.blocks - needed)
+
+
+def oldest_age(segment: Segment, slot_bytes: int) -> int | None:
+    """The age of the first leaf in the heap, perhaps idle: a hint for choosing between slot sizes."""
+    heap = segment.leaves.get(slot_bytes)
+    return heap[0][0] if heap else None

@@ -1,0 +1,408 @@
+"""Changes to the forest that keep spans, space, index and heaps in step.
+
+Rules
+  - Bytes leave in one of three ways: evicted (free at once), hidden (free when the leases alive now have ended), or
+    given up by a writer (writes.py). Whatever goes is remembered in the ring of the gone.
+  - A hole stays while anything hangs below it or a lease ends in it; else it goes, and its parent is looked at.
+  - Blocks that lack a part and have no writer are hidden after a grace.
+  - A namespace that was purged and a node that was retired are taken apart in slices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from kvpool_master.core import extents as ex
+from kvpool_master.core.eviction import Pass, is_leaf, keep_blocks, oldest_age, queue_leaf
+from kvpool_master.core.leases import LeaseTable
+from kvpool_master.core.messages import Gone, GoneReason
+from kvpool_master.core.segments import Segment, Space
+from kvpool_master.core.settings import Settings
+from kvpool_master.core.snapshot import PoolCounters
+from kvpool_master.core.spans import Piece, Span, Tree, can_join, cut, join_child
+
+AGE_SHIFT = 20
+"""Ages are (now_ms << AGE_SHIFT) + n: unique and rising, and still a time."""
+
+
+class Ring:
+    """A bounded memory of blocks that went: when, why, and how long nobody had asked for them."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self._entries: deque[tuple[int, GoneReason, bytes, bytes, int, int]] = deque()
+        self._blocks_max = blocks_max
+        self.blocks = 0
+
+    def add(self, span: Span, keys: bytes, reason: GoneReason, idle_ms: int, now_ms: int) -> None:
+        """Remember `keys` of the span's namespace; the oldest memories go when there are too many."""
+        tree = span.tree
+        keys = keys[: self._blocks_max * tree.key_bytes]
+        self._entries.append((now_ms, reason, tree.namespace, keys, tree.key_bytes, idle_ms))
+        self.blocks += len(keys) // tree.key_bytes
+        while self.blocks > self._blocks_max:
+            entry = self._entries.popleft()
+            self.blocks -= len(entry[3]) // entry[4]
+
+    def find(self, namespace: bytes, key: bytes, now_ms: int) -> Gone | None:
+        """The latest memory of a block, or None. Takes time linear in the ring: for explanations only."""
+        for when_ms, reason, owner, keys, key_bytes, idle_ms in reversed(self._entries):
+            if owner != namespace:
+                continue
+            at = keys.find(key)
+            while at >= 0 and at % key_bytes:
+                at = keys.find(key, at + 1)
+            if at >= 0:
+                return Gone(reason, now_ms - when_ms, idle_ms)
+        return None
+
+
+class Forest:
+    """All trees and what their changes touch. `now_ms` is set by the pool before each command."""
+
+    def __init__(self, settings: Settings, space: Space, leases: LeaseTable, counters: PoolCounters) -> None:
+        self._settings = settings
+        self._space = space
+        self._leases = leases
+        self._counters = counters
+        self.ring = Ring(settings.gone_ring_blocks_max)
+        self.now_ms = 0
+        self._age = 0
+        self._incomplete: list[tuple[int, Span]] = []
+        self._dead: deque[tuple[int, Tree, list[Span]]] = deque()
+        """Purged trees: lease number that must end first, tree, spans still to take apart."""
+        self._retiring: deque[Segment] = deque()
+
+    def next_age(self) -> int:
+        """A new age, above all before."""
+        self._age = max(self._age + 1, self.now_ms << AGE_SHIFT)
+        return self._age
+
+    def _idle_ms(self, age: int) -> int:
+        return max(0, self.now_ms - (age >> AGE_SHIFT))
+
+    # -- shape
+
+    def cut(self, span: Span, at: int) -> Span:
+        """Split before block `at`; returns the head, `span` becomes the tail."""
+        before = span.extents
+        head = cut(span, at)
+        self._space.enlist(head)
+        self._space.delist(span, before)
+        self._watch_incomplete(head)
+        return head
+
+    def isolate(self, span: Span, start: int, blocks: int) -> Span:
+        """The span of exactly blocks [start, start + blocks) of `span`, cut out where necessary."""
+        if start:
+            self.cut(span, start)
+        return self.cut(span, blocks) if blocks < span.blocks else span
+
+    def join_around(self, span: Span) -> None:
+        """Make one span of a complete span and what is alike before and behind it."""
+        parent = span.parent
+        if parent is not None and can_join(parent):
+            self._join(parent)
+            span = parent
+        if can_join(span):
+            self._join(span)
+
+    def _join(self, span: Span) -> None:
+        (child,) = (span.children or {}).values()
+        before = child.extents
+        join_child(span)
+        self._space.enlist(span)
+        self._space.delist(child, before)
+        span.queued = False
+        self.settle(span)
+
+    def settle(self, span: Span) -> None:
+        """Drop a hole that nothing needs, and its parents likewise; queue what has become a leaf."""
+        while span.parent is not None and not span.children and not span.writers:
+            if span.have:
+                queue_leaf(self._space, span)
+                return
+            if span.leases:
+                return
+            span.tree.unindex_keys(span.keys)
+            span.tree.spans -= 1
+            span = span.detach()
+
+    # -- parts come and go
+
+    def complete(self, span: Span, mask: int) -> None:
+        """Parts of `mask` are committed: the span may have become visible."""
+        span.have |= mask
+        if span.have == span.tree.full:
+            span.tree.blocks += span.blocks
+            span.tree.counters.stored_blocks += span.blocks
+
+    def strip(self, span: Span, mask: int) -> list[ex.Record]:
+        """Take the extents of parts `mask` away, complete or not; returns them. The caller settles the span."""
+        before = span.extents
+        span.extents, rows = ex.without_parts(before, mask)
+        if span.have & mask:
+            if span.have == span.tree.full:
+                span.tree.blocks -= span.blocks
+            span.have &= ~mask
+        self._space.delist(span, before)
+        span.tree.bytes -= _bytes(rows, span.tree.slot_bytes)
+        return rows
+
+    def changed(self, span: Span) -> None:
+        """Look at a span whose parts or writers have changed: join, watch, or drop it."""
+        if span.have == span.tree.full:
+            self.settle(span)
+            self.join_around(span)
+        else:
+            self._watch_incomplete(span)
+            self.settle(span)
+
+    def _watch_incomplete(self, span: Span) -> None:
+        if span.have and span.have != span.tree.full and not span.writers:
+            heappush(self._incomplete, (self.now_ms + self._settings.incomplete_grace_ms, span))
+
+    def drop_incomplete(self) -> None:
+        """Hide blocks that lack a part, have no writer, and whose grace is over."""
+        heap = self._incomplete
+        while heap and heap[0][0] <= self.now_ms:
+            _, span = heappop(heap)
+            alive = span.parent is not None and span.tree.alive
+            if alive and span.have and span.have != span.tree.full and not span.writers:
+                self.hide(span, GoneReason.INCOMPLETE)
+
+    def hide(self, span: Span, reason: GoneReason) -> None:
+        """Make a hole of a span's complete parts; the slots come back when the leases alive now have ended."""
+        self._forget(span, span.keys, reason, span.steps[0][1] if span.steps else span.age)
+        rows = self.strip(span, span.have)
+        self._space.defer(rows, span.tree.slot_bytes, self._leases.newest_number)
+        self._space.settle_deferred(self._leases.oldest_number)
+        self.settle(span)
+
+    def _forget(self, span: Span, keys: bytes, reason: GoneReason, age: int) -> int:
+        blocks = len(keys) // span.tree.key_bytes
+        gone = span.tree.counters.gone_blocks
+        gone[reason] = gone.get(reason, 0) + blocks
+        self.ring.add(span, keys, reason, self._idle_ms(age), self.now_ms)
+        return blocks
+
+    def given_up(self, span: Span) -> None:
+        """A writer left the span: remember it if nothing is left of its blocks."""
+        if not span.have and not span.writers:
+            self._forget(span, span.keys, GoneReason.WRITE_GIVEN_UP, span.age)
+
+    # -- eviction
+
+    def trim(self, span: Span, keep: int) -> None:
+        """Evict a leaf's blocks from `keep` on."""
+        tree = span.tree
+        keys = span.keys[keep * tree.key_bytes :]
+        blocks = self._forget(span, keys, GoneReason.EVICTED, span.age)
+        self._counters.evicted(blocks, self._idle_ms(span.age))
+        before = span.extents
+        span.extents, tail = ex.split(before, keep)
+        rows = list(ex.records(tail))
+        if span.have == tree.full:
+            tree.blocks -= blocks
+        tree.bytes -= _bytes(rows, tree.slot_bytes)
+        self._space.delist(span, before)
+        tree.unindex_keys(keys)
+        if keep:
+            steps = span.all_steps()
+            starts = [0, *[end for end, _ in steps]]
+            span.keys = span.keys[: keep * tree.key_bytes]
+            span.set_steps(
+                [(min(end, keep), age) for (end, age), start in zip(steps, starts, strict=False) if start < keep]
+            )
+            queue_leaf(self._space, span)
+        else:
+            tree.spans -= 1
+            self.settle(span.detach())
+        self._space.give(rows, tree.slot_bytes)
+
+    def evict(self, segment: Segment, slot_bytes: int, free_slots: int, spans_max: int) -> None:
+        """Evict leaves of one slot size, oldest first, until that many slots are free in the segment."""
+        runs = segment.allocator.runs_of(slot_bytes)
+        leaves = Pass(segment, slot_bytes)
+        self._counters.evict_passes += 1
+        for _ in range(spans_max):
+            if runs.free >= free_slots:
+                break
+            span = leaves.next_leaf()
+            if span is None:
+                break
+            needed = -(-(free_slots - runs.free) // span.tree.parts)
+            self.trim(span, keep_blocks(span, needed))
+        leaves.end()
+        if runs.free < free_slots:
+            self._blocked(leaves.blocked or "step_limit")
+        if len(segment.leaves) > 1 and self._rival(segment, slot_bytes) is not None:
+            segment.starved.add(slot_bytes)
+
+    def _blocked(self, why: str) -> None:
+        self._counters.evict_blocked[why] = self._counters.evict_blocked.get(why, 0) + 1
+
+    def evict_ahead(self, segment: Segment) -> None:
+        """Above the high watermark, evict down to the low one, a bounded step at a time, oldest slot size first."""
+        size = segment.allocator.size_bytes
+        used = segment.allocator.used_bytes()
+        if used * 1000 <= size * self._settings.watermark_high_permille:
+            return
+        excess = used - size * self._settings.watermark_low_permille // 1000
+        ages = [(age, slot) for slot in segment.leaves if (age := oldest_age(segment, slot)) is not None]
+        if not ages:
+            self._blocked("no_leaf")
+            return
+        slot_bytes = min(ages)[1]
+        wanted = segment.allocator.runs_of(slot_bytes).free + -(-excess // slot_bytes)
+        self.evict(segment, slot_bytes, wanted, self._settings.evict_step_spans_max)
+
+    def empty_a_slab(self, segment: Segment, slot_bytes: int) -> None:
+        """For a slot size that wants a slab: evict what lies in one of another size, if that is much older.
+
+        Takes the slab with the fewest spans; with a span go the blocks that follow it. What leases or writers hold
+        stays.
+        """
+        rival = self._rival(segment, slot_bytes)
+        if rival is None:
+            return
+        runs = segment.allocator.runs_of(rival)
+        if not runs.slabs:
+            return
+        slab = min(sorted(runs.slabs), key=lambda number: len(segment.slab_spans.get(number, ())))
+        for span in list(segment.slab_spans.get(slab, ()))[: self._settings.evict_step_spans_max]:
+            self._evict_below(span)
+
+    def _rival(self, segment: Segment, slot_bytes: int) -> int | None:
+        """The other slot size whose oldest leaf has been idle more than twice as long as the own oldest one."""
+        ages = {size: age for size in segment.leaves if (age := oldest_age(segment, size)) is not None}
+        own = ages.pop(slot_bytes, None)
+        if not ages:
+            return None
+        rival = min(ages, key=lambda size: (ages[size], size))
+        if own is not None and self._idle_ms(ages[rival]) <= 2 * self._idle_ms(own):
+            return None
+        return rival
+
+    def _evict_below(self, span: Span) -> None:
+        path = [span]
+        while path:
+            top = path[-1]
+            if top.parent is None:
+                path.pop()
+            elif top.children:
+                path.append(next(iter(top.children.values())))
+            elif is_leaf(top) and not top.leases:
+                self.trim(top, 0)
+            else:
+                self._blocked("leased" if top.leases else "being_written")
+                return
+
+    # -- slices
+
+    def bury(self, tree: Tree) -> int:
+        """Take a tree out of sight; returns its complete blocks. Its slots come back in slices."""
+        tree.alive = False
+        self._dead.append((self._leases.newest_number, tree, [tree.root, tree.orphans]))
+        gone = tree.counters.gone_blocks
+        gone[GoneReason.PURGED] = gone.get(GoneReason.PURGED, 0) + tree.blocks
+        return tree.blocks
+
+    def retire(self, segment: Segment) -> None:
+        """A segment's node is gone: hide it and let its spans lose their bytes there in slices."""
+        self._space.hidden.add(segment.handle)
+        self._retiring.append(segment)
+
+    def work(self, spans_max: int) -> None:
+        """One slice of taking dead trees and retired segments apart."""
+        while self._dead and spans_max > 0 and self._dead[0][0] < self._leases.oldest_number:
+            spans_max = self._take_apart(self._dead[0][1], self._dead[0][2], spans_max)
+            if not self._dead[0][2]:
+                self._dead.popleft()
+        while self._retiring and spans_max > 0:
+            segment = self._retiring[0]
+            while segment.slab_spans and spans_max > 0:
+                spans_max -= 1
+                spans = next(iter(segment.slab_spans.values()))
+                span = spans.pop()  # not next(iter()): a set's emptied front would be searched again and again
+                spans.add(span)
+                self._lose(span, segment)
+            if not segment.slab_spans:
+                self._retiring.popleft()
+                del self._space.segments[segment.handle]
+                self._space.hidden.discard(segment.handle)
+
+    def _take_apart(self, tree: Tree, stack: list[Span], spans_max: int) -> int:
+        while stack and spans_max > 0:
+            spans_max -= 1
+            span = stack.pop()
+            stack += (span.children or {}).values()
+            if span.keys:
+                self.ring.add(span, span.keys, GoneReason.PURGED, self._idle_ms(span.age), self.now_ms)
+            before = span.extents
+            span.extents = b""
+            span.parent = span.children = None
+            span.have = 0
+            self._space.delist(span, before)
+            self._space.give(ex.records(before), tree.slot_bytes)
+        return spans_max
+
+    def _lose(self, span: Span, segment: Segment) -> None:
+        """A span loses what it has in a retired segment."""
+        before = span.extents
+        if not span.tree.alive:  # taken apart as a dead tree; only forget it here
+            for spans in segment.slab_spans.values():
+                segment.span_count -= span in spans
+                spans.discard(span)
+            for slab in [slab for slab, spans in segment.slab_spans.items() if not spans]:
+                del segment.slab_spans[slab]
+            return
+        row = next(row for row in ex.records(before) if row[2] == segment.handle)
+        part = self.isolate(span, row[0], row[1])
+        mask = (1 << row[5]) - (1 << row[4])
+        if part.have & mask:
+            self._forget(part, part.keys, GoneReason.NODE_RETIRED, part.age)
+        pending = part.writing & mask
+        slot_bytes = part.tree.slot_bytes
+        self._space.give(self.strip(part, mask & ~pending), slot_bytes)
+        if pending:
+            rows = self.strip(part, pending)
+            self._space.charge(rows, slot_bytes, "reserved_bytes", -1)
+            self._space.give(rows, slot_bytes)
+            for piece in list(part.writers or ()):
+                detach_piece(piece, pending & piece.mask, lost=True)
+        self.changed(part)
+
+    # -- for the cross-check
+
+    def dead_trees(self) -> list[Tree]:
+        """Purged trees that still hold slots."""
+        return [tree for _, tree, _ in self._dead]
+
+    def dead_stacks(self) -> list[list[Span]]:
+        """The spans that purged trees have still to take apart, each with all below it."""
+        return [stack for _, _, stack in self._dead]
+
+    def is_watched(self, span: Span) -> bool:
+        """Whether the span will be looked at when the grace for incomplete blocks is over."""
+        return any(entry[1] is span for entry in self._incomplete)
+
+
+def detach_piece(piece: Piece, mask: int, *, lost: bool) -> None:
+    """Parts of a piece are no longer pending: committed or given up, or `lost` before they were."""
+    piece.mask &= ~mask
+    if lost:
+        piece.lost |= mask
+    if piece.mask:
+        return
+    span = piece.span
+    if span is not None:
+        writers = [other for other in span.writers or () if other is not piece]
+        span.writers = writers or None
+        piece.span = None
+    if not piece.lost:
+        piece.reservation.pieces.remove(piece)
+
+
+def _bytes(rows: list[ex.Record], slot_bytes: int) -> int:
+    return sum([row[1] * (row[5] - row[4]) for row in rows]) * slot_bytes

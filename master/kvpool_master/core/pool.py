@@ -1,0 +1,319 @@
+"""The pool's state machine: apply(command, now_ms) -> outcome. The one door to the core.
+
+Rules
+  - Time enters with each command and never goes back (an earlier now_ms is taken as the latest seen).
+  - Leases and reservations that are past their deadline end before the command is looked at.
+  - A command that breaks a rule raises a KVPoolError and changes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool_master.core import extents as ex
+from kvpool_master.core import messages as m
+from kvpool_master.core.directory import walk
+from kvpool_master.core.forest import Forest
+from kvpool_master.core.invariants import check_pool
+from kvpool_master.core.leases import Lease, LeaseTable
+from kvpool_master.core.liveness import Liveness
+from kvpool_master.core.members import Members
+from kvpool_master.core.messages import Effect, GoneReason, Reason
+from kvpool_master.core.puts import Puts
+from kvpool_master.core.runs import committed_run
+from kvpool_master.core.segments import Space
+from kvpool_master.core.settings import Settings
+from kvpool_master.core.snapshot import NamespaceCounters, PoolCounters, Snapshot
+from kvpool_master.core.spans import Span, Tree
+from kvpool_master.core.survey import take_snapshot
+from kvpool_master.core.writes import Writes
+from kvpool_proto.errors import (
+    BadId,
+    BadRequest,
+    ChainTooLong,
+    EmptyChain,
+    ForeignId,
+    KeyLengthMismatch,
+    LimitReached,
+    NamespaceDiffers,
+    PartOutOfRange,
+    SlotTooLarge,
+    UnknownLease,
+    UnknownNamespace,
+)
+from kvpool_proto.namespace import NamespaceSpec
+
+
+@dataclass(slots=True)
+class Namespace:
+    """A registered namespace and its present tree."""
+
+    spec: NamespaceSpec
+    tree: Tree
+    counters: NamespaceCounters
+
+
+class Pool:
+    """See the module's docstring."""
+
+    def __init__(self, settings: Settings, epoch: int) -> None:
+        settings.check()
+        self.settings = settings
+        self.epoch = epoch
+        self.counters = PoolCounters()
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.leases = LeaseTable(settings)
+        self.space = Space(settings)
+        self.forest = Forest(settings, self.space, self.leases, self.counters)
+        self.writes = Writes(settings, self.space, self.forest, self.counters)
+        self.liveness = Liveness(settings)
+        self.members = Members(settings, self.space, self.forest, self.liveness)
+        self.puts = Puts(settings, epoch, self.space, self.forest, self.writes, self.liveness)
+        self._now_ms = 0
+        self._verbs: dict[type, Callable[[Any, int], Any]] = {
+            m.OpenNamespace: self._open,
+            m.Lookup: self._lookup,
+            m.Peek: self._peek,
+            m.Release: self._release,
+            m.Renew: self._renew,
+            m.Reserve: self._reserve,
+            m.Commit: lambda command, now_ms: self.writes.commit(command, now_ms),
+            m.Abort: self._abort,
+            m.Remove: self._remove,
+            m.Purge: self._purge,
+            m.BlockBad: self._block_bad,
+            m.Register: self._register,
+            m.Heartbeat: self._done(self.members.heartbeat),
+            m.SlabBound: self._done(lambda command, _: self.members.slab_bound(command)),
+            m.WorkerGone: self._done(lambda command, now: self.writes.worker_gone(command.node, command.worker, now)),
+            m.SessionLost: self._done(lambda command, _: self.members.session_lost(command)),
+            m.RetireNode: self._done(lambda command, _: self.members.leave(command)),
+            m.Tick: self._tick,
+        }
+
+    def apply(self, command: m.Command, now_ms: int) -> Any:
+        """Carry out one command at `now_ms`; the outcome's type stands beside the command in messages.py."""
+        now_ms = self._now_ms = self.forest.now_ms = max(now_ms, self._now_ms)
+        for lease in self.leases.expired(now_ms):
+            self.counters.leases_expired += 1
+            self._end_lease(lease)
+        self.writes.expire(now_ms)
+        return self._verbs[type(command)](command, now_ms)
+
+    def snapshot(self, now_ms: int) -> Snapshot:
+        """Numbers for metrics and status. Takes time linear in namespaces and segments."""
+        return take_snapshot(self, max(now_ms, self._now_ms))
+
+    def check_invariants(self) -> int:
+        """Cross-check every index; raises AssertionError. Returns the number of spans. Linear in everything."""
+        return check_pool(self)
+
+    @staticmethod
+    def _done(verb: Callable[[Any, int], None]) -> Callable[[Any, int], m.Done]:
+        def run(command: Any, now_ms: int) -> m.Done:
+            verb(command, now_ms)
+            return m.Done()
+
+        return run
+
+    # -- namespaces and checks
+
+    def _open(self, command: m.OpenNamespace, now_ms: int) -> m.Opened:
+        spec = command.spec
+        spec.check()
+        ident = spec.id
+        known = self.namespaces.get(ident)
+        if known is not None:
+            if known.spec != spec:
+                raise NamespaceDiffers(f"the namespace is registered with entry = {known.spec.entry}")
+            return m.Opened(ident, spec.slot_bytes)
+        if len(self.namespaces) >= self.settings.namespaces_max:
+            raise LimitReached(f"namespaces_max = {self.settings.namespaces_max} namespaces are registered")
+        segments = [segment for node in self.liveness.nodes.values() for segment in node.segments]
+        fitting = [segment for segment in segments if segment.fits(spec.slot_bytes)]
+        if segments and not fitting:
+            largest = max(segment.allocator.slab_bytes for segment in segments)
+            raise SlotTooLarge(f"a slot of {spec.slot_bytes} bytes does not fit in a slab of {largest} bytes")
+        counters = NamespaceCounters()
+        self.namespaces[ident] = Namespace(spec, Tree(spec, ident, counters), counters)
+        effects: list[Effect] = []
+        for segment in fitting:
+            effects += self.space.bind(segment, spec.slot_bytes, 1)
+        return m.Opened(ident, spec.slot_bytes, tuple(effects))
+
+    def _namespace(self, ident: bytes) -> Namespace:
+        namespace = self.namespaces.get(ident)
+        if namespace is None:
+            raise UnknownNamespace(f"namespace {ident.hex() or '(empty)'} is not registered")
+        return namespace
+
+    def _tree(self, ident: bytes, chain: bytes) -> Tree:
+        """The tree of a namespace in which `chain` is well formed. Raises by the table of errors."""
+        tree = self._namespace(ident).tree
+        if not chain:
+            raise EmptyChain("the chain is empty")
+        if len(chain) % tree.key_bytes:
+            raise KeyLengthMismatch(f"the chain has {len(chain)} bytes: not a multiple of key_bytes = {tree.key_bytes}")
+        if len(chain) > self.settings.chain_blocks_max * tree.key_bytes:
+            blocks = len(chain) // tree.key_bytes
+            raise ChainTooLong(f"the chain has {blocks} blocks: chain_blocks_max = {self.settings.chain_blocks_max}")
+        return tree
+
+    # -- reading
+
+    def _lookup(self, command: m.Lookup, now_ms: int) -> m.Hit:
+        tree = self._tree(command.namespace, command.chain)
+        if len(command.lease) != m.ID_BYTES:
+            raise BadId(f"lease_id has {len(command.lease)} bytes: {m.ID_BYTES}")
+        old = self.leases.get(command.lease)
+        if old is not None and old.namespace != command.namespace:
+            raise ForeignId("the lease id belongs to another namespace")
+        if command.lease in self.leases.overtaken:
+            raise UnknownLease("the lease was released before it was granted")
+        run = committed_run(tree, walk(tree, command.chain), command.skip, len(command.chain), self.space.hidden)
+        counters = tree.counters
+        counters.lookups += 1
+        counters.lookup_blocks += max(0, len(command.chain) // tree.key_bytes - command.skip)
+        blocks, reason, lease_ms = run.blocks, run.reason, 0
+        if blocks and old is None and self.leases.full():
+            blocks, reason = 0, Reason.TOO_MANY_LEASES
+        if blocks:
+            assert run.last is not None
+            run.last.touch(run.end, self.forest.next_age())
+            lease = Lease(command.lease, command.namespace, run.last, run.end)
+            if old is not None:
+                self.leases.end(old.id)
+            size = blocks * tree.parts * tree.slot_bytes
+            lease_ms = self.leases.grant(lease, size, now_ms, None if old is None else old.born_ms)
+            self.counters.leases_granted += 1
+            counters.hit_blocks += blocks
+        if old is not None:
+            self._unpin(old, ended=not blocks)
+        if reason:
+            counters.short_lookups[reason] = counters.short_lookups.get(reason, 0) + 1
+        return m.Hit(blocks, reason, run.extents() if blocks else b"", lease_ms)
+
+    def _peek(self, command: m.Peek, now_ms: int) -> m.Peeked:
+        tree = self._tree(command.namespace, command.chain)
+        run = committed_run(tree, walk(tree, command.chain), command.skip, len(command.chain), self.space.hidden)
+        gone = None
+        if command.explain and run.reason in (Reason.UNKNOWN_KEY, Reason.HOLE):
+            at = (run.known if run.reason is Reason.UNKNOWN_KEY else command.skip + run.blocks) * tree.key_bytes
+            gone = self.forest.ring.find(command.namespace, command.chain[at : at + tree.key_bytes], now_ms)
+        return m.Peeked(run.blocks, run.reason, run.extents(), gone)
+
+    def _unpin(self, lease: Lease, *, ended: bool) -> None:
+        if ended:
+            self.leases.end(lease.id)
+        self.forest.settle(lease.unpin())
+        self.space.settle_deferred(self.leases.oldest_number)
+
+    def _end_lease(self, lease: Lease) -> None:
+        self._unpin(lease, ended=True)
+
+    def _release(self, command: m.Release, now_ms: int) -> m.Released:
+        if any(len(ident) != m.ID_BYTES for ident in command.leases):
+            raise BadId(f"lease ids have {m.ID_BYTES} bytes")
+        released = 0
+        for ident in command.leases:
+            lease = self.leases.get(ident)
+            if lease is None:
+                self.leases.overtaken.add(ident, now_ms)
+                continue
+            self._end_lease(lease)
+            released += 1
+        self.counters.leases_released += released
+        return m.Released(released)
+
+    def _renew(self, command: m.Renew, now_ms: int) -> m.Renewed:
+        lease = self.leases.get(command.lease)
+        if lease is None:
+            raise UnknownLease("no such lease, or it has ended")
+        return m.Renewed(self.leases.renew(lease, now_ms))
+
+    # -- writing
+
+    def _reserve(self, command: m.Reserve, now_ms: int) -> m.Reserved:
+        tree = self._tree(command.namespace, command.chain)
+        if len(command.reservation) != m.ID_BYTES:
+            raise BadId(f"reservation_id has {len(command.reservation)} bytes: {m.ID_BYTES}")
+        if not 0 <= command.part_from < command.part_to <= tree.parts:
+            raise PartOutOfRange(f"parts [{command.part_from}, {command.part_to}): within [0, {tree.parts})")
+        if len(command.nodes) not in (0, 1, command.part_to - command.part_from):
+            raise BadRequest(f"nodes has {len(command.nodes)} names: none, one, or one for each part")
+        if tree.index is None and command.parent is not m.Parent.ROOT:
+            raise BadRequest("a namespace with entry = root takes only chains that start at the root")
+        if isinstance(command.parent, bytes) and len(command.parent) != tree.key_bytes:
+            raise KeyLengthMismatch(f"parent_key has {len(command.parent)} bytes: key_bytes = {tree.key_bytes}")
+        return self.puts.reserve(command, tree, now_ms)
+
+    def _abort(self, command: m.Abort, now_ms: int) -> m.Aborted:
+        if len(command.reservation) != m.ID_BYTES:
+            raise BadId(f"reservation_id has {len(command.reservation)} bytes: {m.ID_BYTES}")
+        mask = (1 << command.part_to) - (1 << command.part_from) if command.part_to else None
+        if mask is not None and not 0 <= command.part_from < command.part_to:
+            raise PartOutOfRange(f"parts [{command.part_from}, {command.part_to})")
+        return m.Aborted(self.writes.abort(command.reservation, mask, writer=command.writer, now_ms=now_ms))
+
+    # -- removing
+
+    def _remove(self, command: m.Remove, now_ms: int) -> m.Removed:
+        tree = self._tree(command.namespace, command.chain)
+        found = walk(tree, command.chain)
+        base = -found.first  # where in the chain the span's first block would stand
+        todo: list[tuple[Span, int, int]] = []
+        for span in found.path:
+            low, high = max(0, command.skip - base), min(span.blocks, found.matched - base)
+            base += span.blocks
+            if low < high and span.have and not span.writers:
+                todo.append((span, low, high - low))
+        for span, low, blocks in reversed(todo):
+            self.forest.hide(self.forest.isolate(span, low, blocks), GoneReason.REMOVED)
+        return m.Removed(sum(blocks for _, _, blocks in todo))
+
+    def _block_bad(self, command: m.BlockBad, now_ms: int) -> m.Removed:
+        tree = self._tree(command.namespace, command.chain)
+        total = len(command.chain) // tree.key_bytes
+        found = walk(tree, command.chain)
+        if found.matched < total:
+            return m.Removed(0)
+        span = found.path[-1]
+        at = found.first + total - 1 - sum(before.blocks for before in found.path[:-1])
+        stamps = {row[7] for row in ex.records(span.extents) if row[0] <= at < row[0] + row[1]}
+        if command.stamp not in stamps or not span.have or span.writers:
+            return m.Removed(0)
+        self.forest.hide(self.forest.isolate(span, at, 1), GoneReason.BAD_BYTES)
+        return m.Removed(1)
+
+    def _purge(self, command: m.Purge, now_ms: int) -> m.Purged:
+        namespace = self._namespace(command.namespace)
+        self.writes.purge(namespace.tree, now_ms)
+        blocks = self.forest.bury(namespace.tree)
+        namespace.tree = Tree(namespace.spec, command.namespace, namespace.counters)
+        return m.Purged(blocks)
+
+    # -- nodes and time
+
+    def _register(self, command: m.Register, now_ms: int) -> m.Registered:
+        sizes = {namespace.spec.slot_bytes for namespace in self.namespaces.values()}
+        return self.members.register(command, sizes, now_ms)
+
+    def _tick(self, command: m.Tick, now_ms: int) -> m.Done:
+        if self.liveness.tick(now_ms):
+            self.counters.stalls += 1
+        effects = self.members.tick(now_ms)
+        self.writes.sweep(now_ms)
+        self.leases.sweep(now_ms)
+        self.forest.drop_incomplete()
+        self.space.settle_deferred(self.leases.oldest_number)
+        self.forest.work(self.settings.tick_spans_max)
+        for node in self.liveness.nodes.values():
+            for segment in node.segments:
+                if self.settings.evict_ahead:
+                    self.forest.evict_ahead(segment)
+                for slot_bytes in sorted(segment.starved):
+                    self.forest.empty_a_slab(segment, slot_bytes)
+                effects += self.space.settle_starved(segment)
+        return m.Done(tuple(effects))

@@ -1,0 +1,280 @@
+"""Reserve: which blocks of a chain are missing, who gets them, and where.
+
+Rules
+  - The answer covers a head of the chain: it ends where room ends, at a conflict, or with the chain.
+  - Of each part of each block: exists, being written by somebody else, or yours. Nothing is granted twice.
+  - A reservation never waits. It may evict, never its own chain, and only where no slab can be bound instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from kvpool_master.core import extents as ex
+from kvpool_master.core.directory import Plan, Region, plan_put
+from kvpool_master.core.forest import Forest
+from kvpool_master.core.leases import Lease
+from kvpool_master.core.liveness import Liveness
+from kvpool_master.core.messages import Effect, Reason, Reserve, Reserved, Run, RunState
+from kvpool_master.core.segments import Group, Segment, Space
+from kvpool_master.core.settings import Settings
+from kvpool_master.core.spans import Piece, Span, Tree
+from kvpool_master.core.writes import Reservation, Writes, mark_of
+from kvpool_proto.errors import ForeignId, ReservationEnded
+
+
+@dataclass(slots=True)
+class _Put:
+    """One reserve in the making."""
+
+    command: Reserve
+    tree: Tree
+    reservation: Reservation
+    age: int
+    pins: list[Lease] = field(default_factory=list[Lease])
+    runs: list[Run] = field(default_factory=list[Run])
+    extents: list[bytes] = field(default_factory=list[bytes])
+    effects: list[Effect] = field(default_factory=list[Effect])
+    answered: int = 0
+    reason: Reason = Reason.NONE
+    granted_bytes: int = 0
+
+
+class Puts:
+    """Grants room for puts."""
+
+    def __init__(
+        self, settings: Settings, epoch: int, space: Space, forest: Forest, writes: Writes, liveness: Liveness
+    ) -> None:
+        self._settings = settings
+        self._space = space
+        self._forest = forest
+        self._writes = writes
+        self._liveness = liveness
+        self._stamp = epoch << 32
+
+    def reserve(self, command: Reserve, tree: Tree, now_ms: int) -> Reserved:
+        """See messages.Reserve; the command has been checked."""
+        known = self._retried(command, now_ms)
+        if known is not None:
+            return known
+        counters = tree.counters
+        counters.reserves += 1
+        if len(self._writes.open) >= self._settings.reservations_max:
+            return self._short(tree, Reserved(0, Reason.TOO_MANY_RESERVATIONS, (), b"", 0))
+        plan = plan_put(tree, command.parent, command.chain)
+        counters.conflicts += plan.conflict
+        self._stamp += 1
+        reservation = Reservation(command, tree, self._stamp)
+        put = _Put(command, tree, reservation, self._forest.next_age())
+        self._pin(put, plan)
+        try:
+            self._grant(put, plan)
+        finally:
+            for pin in put.pins:
+                self._forest.settle(pin.unpin())
+        if put.reason is Reason.NONE and plan.conflict:
+            put.reason = Reason.CONFLICT
+        write_ms = self._writes.start(reservation, put.granted_bytes, now_ms) if reservation.pieces else 0
+        answer = Reserved(
+            put.answered, put.reason, tuple(put.runs), b"".join(put.extents), write_ms, tuple(put.effects)
+        )
+        reservation.answer = replace(answer, effects=())
+        return self._short(tree, answer)
+
+    def _short(self, tree: Tree, answer: Reserved) -> Reserved:
+        if answer.reason is not Reason.NONE:
+            short = tree.counters.short_reserves
+            short[answer.reason] = short.get(answer.reason, 0) + 1
+        return answer
+
+    def _retried(self, command: Reserve, now_ms: int) -> Reserved | None:
+        ident = command.reservation
+        known = self._writes.open.get(ident)
+        if known is None:
+            if self._writes.is_over(ident):
+                raise ReservationEnded("the reservation was aborted, committed or has expired")
+            return None
+        if known.mark != mark_of(command):
+            raise ForeignId("the id is that of another reservation")
+        assert known.answer is not None
+        return replace(known.answer, write_ms=max(0, known.deadline_ms - now_ms))
+
+    def _pin(self, put: _Put, plan: Plan) -> None:
+        """Keep what is known of the chain from being evicted or dropped meanwhile."""
+        held = [(region.span, region.start + region.blocks) for region in plan.regions if region.span is not None]
+        if plan.after is not None and plan.after[0].parent is not None:
+            held.append(plan.after)
+        last = held if put.tree.index is not None else held[-1:]
+        for span, end in last:
+            pin = Lease(b"", put.command.namespace, span, end)
+            pin.pin()
+            put.pins.append(pin)
+
+    def _grant(self, put: _Put, plan: Plan) -> None:
+        """Walk the plan front to back, granting what is missing, until room ends."""
+        after = plan.after
+        for region in plan.regions:
+            if region.joins:
+                assert region.span is not None
+                self._link(put.tree, self._end_of(put.tree, after, plan.lead), region.span)
+            if region.span is None:
+                after = self._grant_new(put, region, after, plan.lead)
+            else:
+                after = self._grant_known(put, region)
+            if put.reason is not Reason.NONE:
+                return
+
+    def _end_of(self, tree: Tree, after: tuple[Span, int] | None, lead: bytes) -> Span:
+        """A span that ends with what the next block follows, cut or made where necessary."""
+        if after is None:
+            return self._new_span(tree, tree.orphans, lead, 0) if lead else tree.orphans
+        span, end = after
+        return self._forest.cut(span, end) if 0 < end < span.blocks else span
+
+    def _new_span(self, tree: Tree, parent: Span, keys: bytes, age: int) -> Span:
+        span = Span(tree, parent, keys, age)
+        parent.attach(span)
+        tree.index_keys(keys, span)
+        tree.spans += 1
+        return span
+
+    def _link(self, tree: Tree, before: Span, orphan: Span) -> None:
+        assert tree.orphans.children is not None
+        del tree.orphans.children[orphan.first_key()]
+        tree.orphans.children = tree.orphans.children or None
+        before.attach(orphan)
+        age = orphan.steps[0][1] if orphan.steps else orphan.age
+        if before.parent is not None and age > before.age:
+            before.touch(before.blocks, age)
+
+    def _grant_new(
+        self, put: _Put, region: Region, after: tuple[Span, int] | None, lead: bytes
+    ) -> tuple[Span, int] | None:
+        mask = put.reservation.mask
+        blocks, rows = self._room(put, mask, region.blocks)
+        if blocks == 0:
+            return after
+        tree = put.tree
+        edge = region.offset * tree.key_bytes
+        keys = put.command.chain[edge : edge + blocks * tree.key_bytes]
+        parent = self._end_of(tree, after, lead)
+        span = self._new_span(tree, parent, keys, put.age)
+        self._give(put, span, region.offset, mask, rows)
+        return span, blocks
+
+    def _grant_known(self, put: _Put, region: Region) -> tuple[Span, int]:
+        span = region.span
+        assert span is not None
+        asked = put.reservation.mask
+        missing = asked & ~span.have & ~span.writing
+        if not missing:
+            self._answer(put, region.offset, region.blocks, span.have, missing)
+            return span, region.start + region.blocks
+        have = span.have
+        blocks, rows = self._room(put, missing, region.blocks)
+        if blocks == 0:
+            return span, region.start
+        span = self._forest.isolate(span, region.start, blocks)
+        self._give(put, span, region.offset, missing, rows, have)
+        return span, blocks
+
+    def _give(self, put: _Put, span: Span, offset: int, mask: int, rows: list[ex.Record], have: int = 0) -> None:
+        """The parts of `mask` of a whole span are the caller's to write, in `rows`."""
+        reservation, blocks = put.reservation, span.blocks
+        packed = ex.ordered(rows)
+        span.extents = ex.ordered([*ex.records(span.extents), *rows]) if span.extents else packed
+        self._space.enlist(span)
+        piece = Piece(reservation, span, blocks, mask)
+        span.writers = [*(span.writers or ()), piece]
+        reservation.pieces.append(piece)
+        reservation.granted[mask] = reservation.granted.get(mask, 0) + blocks
+        size = blocks * mask.bit_count() * put.tree.slot_bytes
+        put.tree.bytes += size
+        put.granted_bytes += size
+        put.tree.counters.granted_blocks += blocks * mask.bit_count()
+        put.extents.append(ex.shift(packed, offset))
+        self._answer(put, offset, blocks, have, mask)
+
+    def _answer(self, put: _Put, offset: int, blocks: int, have: int, yours: int) -> None:
+        """Add the runs of blocks of one state; a run that goes on is made longer."""
+        put.answered = offset + blocks
+        low = put.command.part_from
+        while low < put.command.part_to:
+            state = _state(low, have, yours)
+            high = low + 1
+            while high < put.command.part_to and _state(high, have, yours) is state:
+                high += 1
+            last = put.runs[-1] if put.runs else None
+            if (
+                last
+                and (last.part_from, last.part_to, last.state) == (low, high, state)
+                and last.part_to - low == (put.command.part_to - put.command.part_from)
+            ):
+                put.runs[-1] = Run(last.offset, last.blocks + blocks, low, high, state)
+            else:
+                put.runs.append(Run(offset, blocks, low, high, state))
+            low = high
+
+    # -- room
+
+    def _room(self, put: _Put, mask: int, blocks: int) -> tuple[int, list[ex.Record]]:
+        """Slots for parts `mask` of up to `blocks` blocks; says why not for all, and has slabs bound for the rest."""
+        slot_bytes = put.tree.slot_bytes
+        groups = self._groups(put.command, mask, slot_bytes)
+        got, rows, reason = self._space.allocate(groups, slot_bytes, blocks, put.reservation.stamp, self._evict)
+        if got < blocks:
+            put.reason = reason
+        for low, high, segments in groups:
+            for segment in segments[:1]:
+                put.effects += self._space.bind(segment, slot_bytes, (blocks - got) * (high - low))
+        return got, rows
+
+    def _evict(self, segment: Segment, slot_bytes: int, free_slots: int) -> None:
+        self._forest.evict(segment, slot_bytes, free_slots, self._settings.evict_inline_spans_max)
+
+    def _groups(self, command: Reserve, mask: int, slot_bytes: int) -> list[Group]:
+        """The parts of `mask` in runs that go to one node, each with that node's segments, emptiest first."""
+        groups: list[Group] = []
+        part = command.part_from
+        while part < command.part_to:
+            if not mask >> part & 1:
+                part += 1
+                continue
+            node = self._node(command, part)
+            low = part
+            while part < command.part_to and mask >> part & 1 and self._node(command, part) == node:
+                part += 1
+            groups.append((low, part, self._segments(node, slot_bytes)))
+        return groups
+
+    def _node(self, command: Reserve, part: int) -> str:
+        if len(command.nodes) <= 1:
+            return command.nodes[0] if command.nodes else ""
+        return command.nodes[part - command.part_from]
+
+    def _segments(self, name: str, slot_bytes: int) -> list[Segment]:
+        """The segments of a node that is up (of all nodes for ""), most room for the slot size first."""
+        if name:
+            node = self._liveness.nodes.get(name)
+            found = list(node.segments) if node is not None and node.up else []
+        else:
+            found = [segment for node in self._liveness.nodes.values() if node.up for segment in node.segments]
+        found = [segment for segment in found if segment.fits(slot_bytes)]
+        if len(found) > 1:
+            found.sort(key=lambda segment: (-_room_bytes(segment, slot_bytes), segment.handle))
+        return found
+
+
+def _room_bytes(segment: Segment, slot_bytes: int) -> int:
+    allocator = segment.allocator
+    runs = allocator.per_size.get(slot_bytes)
+    return (runs.free * slot_bytes if runs else 0) + (
+        len(allocator.unbound) + len(allocator.binding)
+    ) * allocator.slab_bytes
+
+
+def _state(part: int, have: int, yours: int) -> RunState:
+    if yours >> part & 1:
+        return RunState.YOURS
+    return RunState.EXISTS if have >> part & 1 else RunState.BEING_WRITTEN

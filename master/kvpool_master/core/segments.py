@@ -1,0 +1,258 @@
+"""Segments and the room in them: who holds which slots, and when slots come back.
+
+Rules
+  - A slot is free, held by an extent of a span, quarantined (given up without its writer's word) or deferred
+    (hidden, waiting for the leases of its time to end). Only free slots are handed out.
+  - A span is enlisted with every slab that its extents touch, so that a slab can be emptied and a node retired at
+    the cost of what lies there.
+  - `reserved_bytes` (granted, neither committed nor given up) and `quarantined_bytes` together stay within the
+    segment's share for writers.
+  - A segment that is hidden gives no hits. That of a retired node stays in the table, hidden, until no span lies in
+    it any more; slots returned after that are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from kvpool_master.core import extents as ex
+from kvpool_master.core.allocator import Allocator
+from kvpool_master.core.messages import BindSlab, Effect, Reason
+from kvpool_master.core.settings import Settings
+from kvpool_master.core.spans import Span
+from kvpool_proto.geometry import slot_table_bytes
+
+Leaf = tuple[int, Span]
+"""Heap entry: the age at which the span was queued, and the span."""
+
+Group = tuple[int, int, list["Segment"]]
+"""Parts [low, high) and the segments they may go to, best first."""
+
+Evict = Callable[["Segment", int, int], None]
+"""Evict (segment, slot bytes, slots wanted)."""
+
+
+class Segment:
+    """One segment: its allocator, its leaves in order of age, the spans in each slab."""
+
+    __slots__ = (
+        "allocator",
+        "deferred_bytes",
+        "handle",
+        "index",
+        "leaves",
+        "node",
+        "quarantined_bytes",
+        "reserved_bytes",
+        "slab_spans",
+        "span_count",
+        "starved",
+    )
+
+    def fits(self, slot_bytes: int) -> bool:
+        """Whether a slab holds a slot of that size at all."""
+        return slot_bytes + slot_table_bytes(1) <= self.allocator.slab_bytes
+
+    def __init__(self, handle: int, index: int, node: str, allocator: Allocator) -> None:
+        self.handle = handle
+        self.index = index
+        self.node = node
+        self.allocator = allocator
+        self.leaves: dict[int, list[Leaf]] = {}
+        """Per slot size: a lazy heap of spans that may be leaves; see eviction.py."""
+        self.slab_spans: dict[int, set[Span]] = {}
+        self.span_count = 0
+        """Entries of slab_spans."""
+        self.starved: set[int] = set()
+        """Slot sizes that wanted a slab and found none, since the last Tick."""
+        self.reserved_bytes = 0
+        self.quarantined_bytes = 0
+        self.deferred_bytes = 0
+
+
+class Space:
+    """All segments, and the slots that wait to come back."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.segments: dict[int, Segment] = {}
+        self.hidden: set[int] = set()
+        """Handles of segments whose node is not up or is gone."""
+        self._deferred: deque[tuple[int, int, list[ex.Record]]] = deque()
+        """(lease number that must end, slot bytes, rows), in order of lease number."""
+
+    # -- spans and slabs
+
+    def _slabs(self, packed: bytes, slot_bytes: int) -> set[tuple[int, int]]:
+        segments = self.segments
+        return {
+            (row[2], row[3] // segments[row[2]].allocator.runs_of(slot_bytes).per_slab)
+            for row in ex.records(packed)
+            if row[2] in segments
+        }
+
+    def enlist(self, span: Span) -> None:
+        """Note the span in every slab that its extents touch."""
+        for handle, slab in self._slabs(span.extents, span.tree.slot_bytes):
+            segment = self.segments[handle]
+            spans = segment.slab_spans.setdefault(slab, set())
+            if span not in spans:
+                spans.add(span)
+                segment.span_count += 1
+
+    def delist(self, span: Span, before: bytes) -> None:
+        """The span had the extents `before`: forget it in the slabs that it no longer touches."""
+        slot_bytes = span.tree.slot_bytes
+        for handle, slab in self._slabs(before, slot_bytes) - self._slabs(span.extents, slot_bytes):
+            segment = self.segments[handle]
+            segment.slab_spans[slab].discard(span)
+            segment.span_count -= 1
+            if not segment.slab_spans[slab]:
+                del segment.slab_spans[slab]
+
+    # -- slots come back
+
+    def give(self, rows: Iterable[ex.Record], slot_bytes: int) -> None:
+        """Return the slots of `rows` to their segments."""
+        for _, blocks, handle, first, low, high, stride, _ in rows:
+            segment = self.segments.get(handle)
+            if segment is None:
+                continue
+            runs = segment.allocator.runs_of(slot_bytes)
+            width = high - low
+            if width == stride:
+                runs.give(first, blocks * stride)
+            else:  # parts were given up one by one: their slots lie apart
+                for start in range(first, first + blocks * stride, stride):
+                    runs.give(start, width)
+
+    def charge(self, rows: Iterable[ex.Record], slot_bytes: int, field: str, sign: int) -> None:
+        """Add the bytes of `rows` to a counter of their segments, or with sign = -1 take them off."""
+        for row in rows:
+            segment = self.segments.get(row[2])
+            if segment is not None:
+                size = row[1] * (row[5] - row[4]) * slot_bytes
+                setattr(segment, field, getattr(segment, field) + sign * size)
+
+    def defer(self, rows: list[ex.Record], slot_bytes: int, number: int) -> None:
+        """Return the slots when no lease up to `number` is alive."""
+        if rows:
+            self.charge(rows, slot_bytes, "deferred_bytes", 1)
+            self._deferred.append((number, slot_bytes, rows))
+
+    def settle_deferred(self, oldest_lease: int) -> None:
+        """Return what no lease that is still alive can read."""
+        while self._deferred and self._deferred[0][0] < oldest_lease:
+            _, slot_bytes, rows = self._deferred.popleft()
+            self.charge(rows, slot_bytes, "deferred_bytes", -1)
+            self.give(rows, slot_bytes)
+
+    def deferred_rows(self) -> list[tuple[int, list[ex.Record]]]:
+        """(slot bytes, rows) of all that waits, for the cross-check."""
+        return [(slot_bytes, rows) for _, slot_bytes, rows in self._deferred]
+
+    def settle_starved(self, segment: Segment) -> list[Effect]:
+        """Bind a slab that was emptied for a slot size that wanted one; the wish is over either way."""
+        effects: list[Effect] = []
+        for slot_bytes in sorted(segment.starved):
+            ready = segment.allocator.runs_of(slot_bytes).free + segment.allocator.coming_slots(slot_bytes)
+            effects += self.bind(segment, slot_bytes, ready + 1)
+        segment.starved.clear()
+        return effects
+
+    # -- slabs are bound
+
+    def bind(self, segment: Segment, slot_bytes: int, wanted_slots: int) -> list[Effect]:
+        """Bind slabs until `wanted_slots` are free or coming, and unbound ones up to the share kept ahead."""
+        allocator = segment.allocator
+        runs = allocator.runs_of(slot_bytes)
+        ready = runs.free + allocator.coming_slots(slot_bytes)
+        ahead = allocator.size_bytes * self._settings.bind_ahead_permille // 1000 // slot_bytes
+        effects: list[Effect] = []
+        while ready < max(wanted_slots, ahead, 1):
+            slab = allocator.start_binding(slot_bytes, rebind=ready < wanted_slots)
+            if slab is None:
+                if ready < wanted_slots:
+                    segment.starved.add(slot_bytes)
+                break
+            effects.append(BindSlab(segment.node, segment.handle, slab, slot_bytes))
+            ready += runs.per_slab
+        return effects
+
+    # -- slots are handed out
+
+    def allocate(
+        self, groups: list[Group], slot_bytes: int, blocks: int, stamp: int, evict: Evict
+    ) -> tuple[int, list[ex.Record], Reason]:
+        """Room for the first m of `blocks` in every group: (m, rows with offsets from 0, why not all)."""
+        rows: list[ex.Record] = []
+        reason = Reason.NONE
+        for low, high, segments in groups:
+            got, found, why = self._allocate_group(segments, slot_bytes, blocks, low, high, stamp, evict)
+            rows += found
+            if got < blocks:
+                blocks, reason = got, why
+        if reason is not Reason.NONE:
+            rows = self._cut_back(rows, blocks, slot_bytes)
+        self.charge(rows, slot_bytes, "reserved_bytes", 1)
+        return blocks, rows, reason
+
+    def _cut_back(self, rows: list[ex.Record], blocks: int, slot_bytes: int) -> list[ex.Record]:
+        """Keep the rows of the first `blocks`, return the others' slots."""
+        head, tail = ex.split(b"".join([ex.pack(*row) for row in rows]), blocks)
+        self.give(ex.records(tail), slot_bytes)
+        return list(ex.records(head))
+
+    def _allocate_group(
+        self, segments: list[Segment], slot_bytes: int, blocks: int, low: int, high: int, stamp: int, evict: Evict
+    ) -> tuple[int, list[ex.Record], Reason]:
+        rows: list[ex.Record] = []
+        got = 0
+        reason = Reason.NO_NODE
+        for evicting in (False, True):
+            for segment in segments:
+                wanted = min(blocks - got, self._writable_blocks(segment, slot_bytes, high - low))
+                reason = Reason.RESERVE_SHARE if wanted < blocks - got else Reason.NO_SPACE
+                runs = segment.allocator.runs_of(slot_bytes)
+                coming = segment.allocator.coming_slots(slot_bytes)
+                missing = wanted * (high - low) - runs.free - coming
+                if evicting and missing > 0 and not segment.allocator.unbound:
+                    evict(segment, slot_bytes, wanted * (high - low) - coming)
+                more, found = self._place(segment, slot_bytes, wanted, low, high, stamp)
+                rows += [(row[0] + got, *row[1:]) for row in found] if got else found
+                got += more
+                if got == blocks:
+                    return got, rows, Reason.NONE
+                if coming or segment.allocator.unbound:
+                    reason = Reason.SLAB_PENDING
+        return got, rows, reason
+
+    def _writable_blocks(self, segment: Segment, slot_bytes: int, width: int) -> int:
+        """How many blocks of `width` parts the segment's share for writers still admits."""
+        share = segment.allocator.size_bytes * self._settings.reserve_share_permille // 1000
+        left = share - segment.reserved_bytes - segment.quarantined_bytes
+        return max(0, left // (slot_bytes * width))
+
+    def _place(
+        self, segment: Segment, slot_bytes: int, blocks: int, low: int, high: int, stamp: int
+    ) -> tuple[int, list[ex.Record]]:
+        """Take runs for up to `blocks`, parts side by side; where no run holds all parts of a block, in halves."""
+        width = high - low
+        runs = segment.allocator.runs_of(slot_bytes)
+        rows: list[ex.Record] = []
+        got = 0
+        while got < blocks:
+            run = runs.take((blocks - got) * width, width)
+            if run is None:
+                break
+            rows.append((got, run[1] // width, segment.handle, run[0], low, high, width, stamp))
+            got += run[1] // width
+        if got or width == 1 or not blocks:
+            return got, rows
+        middle = low + width // 2
+        left_got, left = self._place(segment, slot_bytes, blocks, low, middle, stamp)
+        right_got, right = self._place(segment, slot_bytes, left_got, middle, high, stamp)
+        if right_got < left_got:
+            left = self._cut_back(left, right_got, slot_bytes)
+        return right_got, left + right
