@@ -64,8 +64,7 @@ def walk(tree: Tree, chain: bytes) -> Walk:
         span, first = found
         keys = span.keys[first * key_bytes :]
     else:
-        children = tree.root.children
-        start = children.get(chain[:key_bytes]) if children else None
+        start = tree.root.child(chain[:key_bytes])
         if start is None:
             return Walk([], 0, 0)
         span, first, keys = start, 0, start.keys
@@ -77,7 +76,7 @@ def walk(tree: Tree, chain: bytes) -> Walk:
         if not chain.startswith(keys, at):
             return Walk(path, first, at // key_bytes + common_blocks(keys, chain, at, key_bytes))
         at += len(keys)
-        child = span.children.get(chain[at : at + key_bytes]) if span.children and at < size else None
+        child = span.child(chain[at : at + key_bytes]) if span.children and at < size else None
         if child is None:
             return Walk(path, first, at // key_bytes)
         span = child

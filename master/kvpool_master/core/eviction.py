@@ -14,11 +14,8 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from kvpool_master.core import extents as ex
-from kvpool_master.core.segments import Leaf, Segment, Space
+from kvpool_master.core.segments import LIST_SLACK, Leaf, Segment, Space
 from kvpool_master.core.spans import Span
-
-HEAP_SLACK = 1024
-"""Idle entries that a heap may hold before it is swept."""
 
 
 def is_leaf(span: Span) -> bool:
@@ -36,8 +33,9 @@ def queue_leaf(space: Space, span: Span) -> None:
         if segment is not None:
             heap = segment.leaves.setdefault(span.tree.slot_bytes, [])
             heappush(heap, (span.age, span))
-            if len(heap) > 2 * segment.span_count + HEAP_SLACK:
+            if len(heap) > segment.leaves_max.get(span.tree.slot_bytes, LIST_SLACK):
                 sweep(heap)
+                segment.leaves_max[span.tree.slot_bytes] = 2 * len(heap) + LIST_SLACK
 
 
 def sweep(heap: list[Leaf]) -> None:
@@ -87,7 +85,8 @@ class Pass:
 
 def keep_blocks(span: Span, needed: int) -> int:
     """How many leading blocks of a leaf stay when `needed` blocks are wanted: one step goes at most."""
-    step = span.steps[-1][0] if span.steps else 0
+    steps = span.steps()
+    step = steps[-2][0] if len(steps) > 1 else 0
     return max(step, span.leased_blocks(), span.blocks - needed)
 
 

@@ -9,7 +9,6 @@ part_to - part_from, or more after some of them were given up. A span's records 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
 

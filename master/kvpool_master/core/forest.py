@@ -85,10 +85,8 @@ class Forest:
 
     def cut(self, span: Span, at: int) -> Span:
         """Split before block `at`; returns the head, `span` becomes the tail."""
-        before = span.extents
         head = cut(span, at)
-        self._space.enlist(head)
-        self._space.delist(span, before)
+        self._space.enlist(head, head.extents)
         self._watch_incomplete(head)
         return head
 
@@ -108,11 +106,9 @@ class Forest:
             self._join(span)
 
     def _join(self, span: Span) -> None:
-        (child,) = (span.children or {}).values()
-        before = child.extents
+        (child,) = span.kids()
+        self._space.enlist(span, child.extents)
         join_child(span)
-        self._space.enlist(span)
-        self._space.delist(child, before)
         span.queued = False
         self.settle(span)
 
@@ -139,13 +135,11 @@ class Forest:
 
     def strip(self, span: Span, mask: int) -> list[ex.Record]:
         """Take the extents of parts `mask` away, complete or not; returns them. The caller settles the span."""
-        before = span.extents
-        span.extents, rows = ex.without_parts(before, mask)
+        span.extents, rows = ex.without_parts(span.extents, mask)
         if span.have & mask:
             if span.have == span.tree.full:
                 span.tree.blocks -= span.blocks
             span.have &= ~mask
-        self._space.delist(span, before)
         span.tree.bytes -= _bytes(rows, span.tree.slot_bytes)
         return rows
 
@@ -173,7 +167,7 @@ class Forest:
 
     def hide(self, span: Span, reason: GoneReason) -> None:
         """Make a hole of a span's complete parts; the slots come back when the leases alive now have ended."""
-        self._forget(span, span.keys, reason, span.steps[0][1] if span.steps else span.age)
+        self._forget(span, span.keys, reason, span.front_age)
         rows = self.strip(span, span.have)
         self._space.defer(rows, span.tree.slot_bytes, self._leases.newest_number)
         self._space.settle_deferred(self._leases.oldest_number)
@@ -199,16 +193,14 @@ class Forest:
         keys = span.keys[keep * tree.key_bytes :]
         blocks = self._forget(span, keys, GoneReason.EVICTED, span.age)
         self._counters.evicted(blocks, self._idle_ms(span.age))
-        before = span.extents
-        span.extents, tail = ex.split(before, keep)
+        span.extents, tail = ex.split(span.extents, keep)
         rows = list(ex.records(tail))
         if span.have == tree.full:
             tree.blocks -= blocks
         tree.bytes -= _bytes(rows, tree.slot_bytes)
-        self._space.delist(span, before)
         tree.unindex_keys(keys)
         if keep:
-            steps = span.all_steps()
+            steps = span.steps()
             starts = [0, *[end for end, _ in steps]]
             span.keys = span.keys[: keep * tree.key_bytes]
             span.set_steps(
@@ -270,8 +262,9 @@ class Forest:
         if not runs.slabs:
             return
         slab = min(sorted(runs.slabs), key=lambda number: len(segment.slab_spans.get(number, ())))
-        for span in list(segment.slab_spans.get(slab, ()))[: self._settings.evict_step_spans_max]:
-            self._evict_below(span)
+        for span in segment.slab_spans.get(slab, [])[: self._settings.evict_step_spans_max]:
+            if segment.holds(span, slab):
+                self._evict_below(span)
 
     def _rival(self, segment: Segment, slot_bytes: int) -> int | None:
         """The other slot size whose oldest leaf has been idle more than twice as long as the own oldest one."""
@@ -291,7 +284,7 @@ class Forest:
             if top.parent is None:
                 path.pop()
             elif top.children:
-                path.append(next(iter(top.children.values())))
+                path.append(next(iter(top.kids())))
             elif is_leaf(top) and not top.leases:
                 self.trim(top, 0)
             else:
@@ -322,11 +315,15 @@ class Forest:
         while self._retiring and spans_max > 0:
             segment = self._retiring[0]
             while segment.slab_spans and spans_max > 0:
+                slab, spans = next(iter(segment.slab_spans.items()))
+                if not spans:
+                    del segment.slab_spans[slab]
+                    continue
                 spans_max -= 1
-                spans = next(iter(segment.slab_spans.values()))
-                span = spans.pop()  # not next(iter()): a set's emptied front would be searched again and again
-                spans.add(span)
-                self._lose(span, segment)
+                span = spans.pop()
+                if span.tree.alive and segment.holds(span, slab):
+                    spans.append(span)  # looked at again: it may have more there
+                    self._lose(span, segment)
             if not segment.slab_spans:
                 self._retiring.popleft()
                 del self._space.segments[segment.handle]
@@ -336,28 +333,18 @@ class Forest:
         while stack and spans_max > 0:
             spans_max -= 1
             span = stack.pop()
-            stack += (span.children or {}).values()
+            stack += span.kids()
             if span.keys:
                 self.ring.add(span, span.keys, GoneReason.PURGED, self._idle_ms(span.age), self.now_ms)
-            before = span.extents
-            span.extents = b""
+            self._space.give(ex.records(span.extents), tree.slot_bytes)
             span.parent = span.children = None
+            span.extents = span.keys = b""
             span.have = 0
-            self._space.delist(span, before)
-            self._space.give(ex.records(before), tree.slot_bytes)
         return spans_max
 
     def _lose(self, span: Span, segment: Segment) -> None:
         """A span loses what it has in a retired segment."""
-        before = span.extents
-        if not span.tree.alive:  # taken apart as a dead tree; only forget it here
-            for spans in segment.slab_spans.values():
-                segment.span_count -= span in spans
-                spans.discard(span)
-            for slab in [slab for slab, spans in segment.slab_spans.items() if not spans]:
-                del segment.slab_spans[slab]
-            return
-        row = next(row for row in ex.records(before) if row[2] == segment.handle)
+        row = next(row for row in ex.records(span.extents) if row[2] == segment.handle)
         part = self.isolate(span, row[0], row[1])
         mask = (1 << row[5]) - (1 << row[4])
         if part.have & mask:

@@ -55,11 +55,11 @@ def check_pool(pool: Pool) -> int:
 
 
 def _spans(tree: Tree) -> Iterator[Span]:
-    stack = [*(tree.root.children or {}).values(), *(tree.orphans.children or {}).values()]
+    stack = [*tree.root.kids(), *tree.orphans.kids()]
     while stack:
         span = stack.pop()
         yield span
-        stack += (span.children or {}).values()
+        stack += span.kids()
 
 
 def _check_dead_stacks(pool: Pool, held: Slots) -> None:
@@ -72,7 +72,7 @@ def _check_dead_stacks(pool: Pool, held: Slots) -> None:
             while todo:
                 span = todo.pop()
                 _hold(held, ex.records(span.extents), span.tree.slot_bytes)
-                todo += (span.children or {}).values()
+                todo += span.kids()
 
 
 def _hold(held: Slots, rows: Iterator[ex.Record], slot_bytes: int) -> None:
@@ -105,9 +105,10 @@ def _check_span(pool: Pool, span: Span) -> None:
     tree = span.tree
     assert span.keys and len(span.keys) % tree.key_bytes == 0
     parent = span.parent
-    assert parent is not None and parent.children is not None and parent.children[span.first_key()] is span
+    assert parent is not None and parent.child(span.first_key()) is span
     assert span.children is None or span.children
-    steps = span.all_steps()
+    steps = span.steps()
+    assert steps[-1][0] == span.blocks
     assert [end for end, _ in steps] == sorted({end for end, _ in steps}), steps
     assert [age for _, age in steps] == sorted({age for _, age in steps}, reverse=True), steps
     writing = span.writing
@@ -151,19 +152,13 @@ def _check_slots(segment: Segment, held: dict[int, list[tuple[int, int]]]) -> No
 
 
 def _check_enlisted(pool: Pool, live: list[Span]) -> None:
-    wanted: dict[tuple[int, int], set[Span]] = {}
     for span in live:
         for row in ex.records(span.extents):
             segment = pool.space.segments.get(row[2])
             assert segment is not None, "an extent lies in a segment that is gone"
             slab = row[3] // segment.allocator.runs_of(span.tree.slot_bytes).per_slab
-            wanted.setdefault((row[2], slab), set()).add(span)
-    for segment in pool.space.segments.values():
-        assert segment.span_count == sum(map(len, segment.slab_spans.values()))
-        for slab, spans in segment.slab_spans.items():
-            alive = {span for span in spans if span.tree.alive}
-            assert spans and alive == wanted.pop((segment.handle, slab), set())
-    assert not wanted
+            assert span in segment.slab_spans.get(slab, ()), "a span that its slab does not know"
+            assert segment.holds(span, slab)
 
 
 def _check_heaps(pool: Pool, live: list[Span]) -> None:
@@ -200,7 +195,7 @@ def _check_writes(pool: Pool, pending: list[Piece]) -> None:
         for part in range(reservation.mask.bit_length()):
             if reservation.mask >> part & 1 and not reservation.ended >> part & 1:
                 left = sum(p.blocks for p in reservation.pieces if (p.mask | p.lost) >> part & 1)
-                assert left + reservation.done.get(part, 0) == reservation.granted_blocks(part)
+                assert left + reservation.written(part) == reservation.granted_blocks(part)
     assert {id(piece) for piece in mine} == {id(piece) for piece in pending} and len(mine) == len(pending)
 
 

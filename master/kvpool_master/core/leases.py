@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvpool_master.core.spans import Span
 
 
+NEVER_MS = 1 << 62
+
+
 class Lease:
     """Blocks [0, end) of `span`, and all before them, may not be evicted nor reused."""
 
@@ -54,16 +57,18 @@ class Lease:
 
 
 class DeadlineHeap:
-    """(deadline, id) pairs; the owner says what an id's deadline is now."""
+    """(deadline, id) pairs; the owner says what an id's deadline is now. next_ms: the first deadline."""
 
-    __slots__ = ("_heap",)
+    __slots__ = ("_heap", "next_ms")
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, bytes]] = []
+        self.next_ms = NEVER_MS
 
     def push(self, deadline_ms: int, ident: bytes) -> None:
         """Queue an id; queueing it again is harmless."""
         heappush(self._heap, (deadline_ms, ident))
+        self.next_ms = self._heap[0][0]
 
     def due(self, now_ms: int) -> list[tuple[int, bytes]]:
         """Take out the entries whose time has come."""
@@ -71,6 +76,7 @@ class DeadlineHeap:
         over: list[tuple[int, bytes]] = []
         while heap and heap[0][0] <= now_ms:
             over.append(heappop(heap))
+        self.next_ms = heap[0][0] if heap else NEVER_MS
         return over
 
     def rebuild(self, alive: Iterable[tuple[int, bytes]], count: int) -> None:
@@ -78,6 +84,7 @@ class DeadlineHeap:
         if len(self._heap) > 2 * count + 1024:
             self._heap = list(alive)
             heapify(self._heap)
+            self.next_ms = self._heap[0][0] if self._heap else NEVER_MS
 
 
 class Remembered:
@@ -115,7 +122,7 @@ class LeaseTable:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._live: OrderedDict[bytes, Lease] = OrderedDict()
-        self._deadlines = DeadlineHeap()
+        self.deadlines = DeadlineHeap()
         self._number = 0
         self.overtaken = Remembered(settings.remembered_ids_max, settings.remember_ms)
 
@@ -161,7 +168,7 @@ class LeaseTable:
         """Move the deadline one term ahead, within the maximum life. Returns the ms left."""
         end = lease.born_ms + self._settings.lease_life_max_ms
         lease.deadline_ms = max(lease.deadline_ms, min(now_ms + lease.term_ms, end))
-        self._deadlines.push(lease.deadline_ms, lease.id)
+        self.deadlines.push(lease.deadline_ms, lease.id)
         return max(0, lease.deadline_ms - now_ms)
 
     def end(self, ident: bytes) -> Lease | None:
@@ -171,7 +178,7 @@ class LeaseTable:
     def expired(self, now_ms: int) -> list[Lease]:
         """The leases whose time is over; the caller ends them."""
         over: dict[bytes, Lease] = {}
-        for deadline, ident in self._deadlines.due(now_ms):
+        for deadline, ident in self.deadlines.due(now_ms):
             lease = self._live.get(ident)
             if lease is not None and lease.deadline_ms == deadline:
                 over[ident] = lease
@@ -180,5 +187,5 @@ class LeaseTable:
     def sweep(self, now_ms: int) -> None:
         """Forget what is idle or old: once a Tick."""
         live = self._live
-        self._deadlines.rebuild(((lease.deadline_ms, lease.id) for lease in live.values()), len(live))
+        self.deadlines.rebuild(((lease.deadline_ms, lease.id) for lease in live.values()), len(live))
         self.overtaken.expire(now_ms)

@@ -8,62 +8,22 @@ Rules of the words used here
   - chain: packed keys, first block first; offsets count blocks from the start of the request's chain
   - extents: packed, see extents.py; parts: half-open [part_from, part_to)
   - times are in ms; what a reply calls *_ms is a duration from now
+  - the values of the hottest path are named tuples: made in a third of the time of a frozen dataclass
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from kvpool_proto.namespace import NamespaceSpec
 
+from kvpool_master.core.reasons import GoneReason as GoneReason
+from kvpool_master.core.reasons import Parent as Parent
+from kvpool_master.core.reasons import Reason as Reason
+from kvpool_master.core.reasons import RunState as RunState
+
 ID_BYTES = 16
-
-
-class Reason(IntEnum):
-    """Why an answer is shorter than the question; the numbers are those of pool.proto."""
-
-    NONE = 0
-    UNKNOWN_KEY = 1
-    HOLE = 2
-    BEING_WRITTEN = 3
-    PART_MISSING = 4
-    NODE_AWAY = 5
-    CONFLICT = 6
-    NO_SPACE = 7
-    RESERVE_SHARE = 8
-    NO_NODE = 9
-    SLAB_PENDING = 10
-    TOO_MANY_LEASES = 11
-    TOO_MANY_RESERVATIONS = 12
-    STARTING = 13
-
-
-class GoneReason(IntEnum):
-    """Why blocks went; the numbers are those of pool.proto."""
-
-    EVICTED = 1
-    INCOMPLETE = 2
-    REMOVED = 3
-    PURGED = 4
-    BAD_BYTES = 5
-    NODE_RETIRED = 6
-    WRITE_GIVEN_UP = 7
-
-
-class RunState(IntEnum):
-    """What a run of a ReserveReply is to the caller; the numbers are those of pool.proto."""
-
-    EXISTS = 1
-    BEING_WRITTEN = 2
-    YOURS = 3
-
-
-class Parent(Enum):
-    """A put that follows the root, or nobody knows what. A put that follows a block names its key (bytes)."""
-
-    ROOT = "root"
-    UNKNOWN = "unknown"
 
 
 # -- effects: what the shell must carry out ------------------------------------------------------------
@@ -113,8 +73,7 @@ class Opened:
 # -- reading -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(NamedTuple):
     """Lease the longest run after `skip` blocks that can be copied now -> Hit.
 
     An unknown key ends the run. The first `skip` blocks may be holes but must be known where entry is root.
@@ -129,8 +88,7 @@ class Lookup:
     lease: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """blocks: hits after `skip`; extents cover chain blocks [skip, skip + blocks), all parts."""
 
     blocks: int

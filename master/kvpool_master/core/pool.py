@@ -12,6 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvpool_proto.errors import (
+    BadId,
+    BadRequest,
+    ChainTooLong,
+    EmptyChain,
+    ForeignId,
+    KeyLengthMismatch,
+    LimitReached,
+    NamespaceDiffers,
+    PartOutOfRange,
+    SlotTooLarge,
+    UnknownLease,
+    UnknownNamespace,
+)
+from kvpool_proto.namespace import NamespaceSpec
+
 from kvpool_master.core import extents as ex
 from kvpool_master.core import messages as m
 from kvpool_master.core.directory import walk
@@ -29,21 +45,6 @@ from kvpool_master.core.snapshot import NamespaceCounters, PoolCounters, Snapsho
 from kvpool_master.core.spans import Span, Tree
 from kvpool_master.core.survey import take_snapshot
 from kvpool_master.core.writes import Writes
-from kvpool_proto.errors import (
-    BadId,
-    BadRequest,
-    ChainTooLong,
-    EmptyChain,
-    ForeignId,
-    KeyLengthMismatch,
-    LimitReached,
-    NamespaceDiffers,
-    PartOutOfRange,
-    SlotTooLarge,
-    UnknownLease,
-    UnknownNamespace,
-)
-from kvpool_proto.namespace import NamespaceSpec
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Pool:
             m.Release: self._release,
             m.Renew: self._renew,
             m.Reserve: self._reserve,
-            m.Commit: lambda command, now_ms: self.writes.commit(command, now_ms),
+            m.Commit: self.writes.commit,
             m.Abort: self._abort,
             m.Remove: self._remove,
             m.Purge: self._purge,
@@ -96,10 +97,12 @@ class Pool:
     def apply(self, command: m.Command, now_ms: int) -> Any:
         """Carry out one command at `now_ms`; the outcome's type stands beside the command in messages.py."""
         now_ms = self._now_ms = self.forest.now_ms = max(now_ms, self._now_ms)
-        for lease in self.leases.expired(now_ms):
-            self.counters.leases_expired += 1
-            self._end_lease(lease)
-        self.writes.expire(now_ms)
+        if self.leases.deadlines.next_ms <= now_ms:
+            for lease in self.leases.expired(now_ms):
+                self.counters.leases_expired += 1
+                self._end_lease(lease)
+        if self.writes.deadlines.next_ms <= now_ms:
+            self.writes.expire(now_ms)
         return self._verbs[type(command)](command, now_ms)
 
     def snapshot(self, now_ms: int) -> Snapshot:

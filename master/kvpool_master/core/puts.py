@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvpool_proto.errors import ForeignId, ReservationEnded
+
 from kvpool_master.core import extents as ex
 from kvpool_master.core.directory import Plan, Region, plan_put
 from kvpool_master.core.forest import Forest
@@ -20,7 +22,6 @@ from kvpool_master.core.segments import Group, Segment, Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.spans import Piece, Span, Tree
 from kvpool_master.core.writes import Reservation, Writes, mark_of
-from kvpool_proto.errors import ForeignId, ReservationEnded
 
 
 @dataclass(slots=True)
@@ -140,13 +141,10 @@ class Puts:
         return span
 
     def _link(self, tree: Tree, before: Span, orphan: Span) -> None:
-        assert tree.orphans.children is not None
-        del tree.orphans.children[orphan.first_key()]
-        tree.orphans.children = tree.orphans.children or None
+        tree.orphans.drop(orphan)
         before.attach(orphan)
-        age = orphan.steps[0][1] if orphan.steps else orphan.age
-        if before.parent is not None and age > before.age:
-            before.touch(before.blocks, age)
+        if before.parent is not None and orphan.front_age > before.age:
+            before.touch(before.blocks, orphan.front_age)
 
     def _grant_new(
         self, put: _Put, region: Region, after: tuple[Span, int] | None, lead: bytes
@@ -184,11 +182,11 @@ class Puts:
         reservation, blocks = put.reservation, span.blocks
         packed = ex.ordered(rows)
         span.extents = ex.ordered([*ex.records(span.extents), *rows]) if span.extents else packed
-        self._space.enlist(span)
+        self._space.enlist(span, packed)
         piece = Piece(reservation, span, blocks, mask)
         span.writers = [*(span.writers or ()), piece]
         reservation.pieces.append(piece)
-        reservation.granted[mask] = reservation.granted.get(mask, 0) + blocks
+        reservation.grant(mask, blocks)
         size = blocks * mask.bit_count() * put.tree.slot_bytes
         put.tree.bytes += size
         put.granted_bytes += size

@@ -4,7 +4,7 @@ Rules
   - A slot is free, held by an extent of a span, quarantined (given up without its writer's word) or deferred
     (hidden, waiting for the leases of its time to end). Only free slots are handed out.
   - A span is enlisted with every slab that its extents touch, so that a slab can be emptied and a node retired at
-    the cost of what lies there.
+    the cost of what lies there. The lists are lazy: they hold every such span, and some that left since.
   - `reserved_bytes` (granted, neither committed nor given up) and `quarantined_bytes` together stay within the
     segment's share for writers.
   - A segment that is hidden gives no hits. That of a retired node stays in the table, hidden, until no span lies in
@@ -16,18 +16,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from kvpool_proto.geometry import slot_table_bytes
+
 from kvpool_master.core import extents as ex
 from kvpool_master.core.allocator import Allocator
 from kvpool_master.core.messages import BindSlab, Effect, Reason
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.spans import Span
-from kvpool_proto.geometry import slot_table_bytes
 
 Leaf = tuple[int, Span]
 """Heap entry: the age at which the span was queued, and the span."""
 
 Group = tuple[int, int, list["Segment"]]
 """Parts [low, high) and the segments they may go to, best first."""
+
+LIST_SLACK = 64
+"""Idle entries that a slab's list or a heap of leaves may hold before it is swept."""
 
 Evict = Callable[["Segment", int, int], None]
 """Evict (segment, slot bytes, slots wanted)."""
@@ -37,22 +41,19 @@ class Segment:
     """One segment: its allocator, its leaves in order of age, the spans in each slab."""
 
     __slots__ = (
+        "_slab_spans_max",
         "allocator",
         "deferred_bytes",
         "handle",
         "index",
         "leaves",
+        "leaves_max",
         "node",
         "quarantined_bytes",
         "reserved_bytes",
         "slab_spans",
-        "span_count",
         "starved",
     )
-
-    def fits(self, slot_bytes: int) -> bool:
-        """Whether a slab holds a slot of that size at all."""
-        return slot_bytes + slot_table_bytes(1) <= self.allocator.slab_bytes
 
     def __init__(self, handle: int, index: int, node: str, allocator: Allocator) -> None:
         self.handle = handle
@@ -61,14 +62,35 @@ class Segment:
         self.allocator = allocator
         self.leaves: dict[int, list[Leaf]] = {}
         """Per slot size: a lazy heap of spans that may be leaves; see eviction.py."""
-        self.slab_spans: dict[int, set[Span]] = {}
-        self.span_count = 0
-        """Entries of slab_spans."""
+        self.leaves_max: dict[int, int] = {}
+        """Per slot size: the length at which the heap is swept."""
+        self.slab_spans: dict[int, list[Span]] = {}
+        """Per slab: every span that has slots there, and some that had."""
+        self._slab_spans_max: dict[int, int] = {}
         self.starved: set[int] = set()
         """Slot sizes that wanted a slab and found none, since the last Tick."""
         self.reserved_bytes = 0
         self.quarantined_bytes = 0
         self.deferred_bytes = 0
+
+    def fits(self, slot_bytes: int) -> bool:
+        """Whether a slab holds a slot of that size at all."""
+        return slot_bytes + slot_table_bytes(1) <= self.allocator.slab_bytes
+
+    def note(self, slab: int, span: Span) -> None:
+        """Remember that a span has slots in a slab; what no longer has is swept out now and then."""
+        spans = self.slab_spans.setdefault(slab, [])
+        spans.append(span)
+        if len(spans) > self._slab_spans_max.get(slab, LIST_SLACK):
+            spans[:] = dict.fromkeys([one for one in spans if self.holds(one, slab)])
+            self._slab_spans_max[slab] = 2 * len(spans) + LIST_SLACK
+
+    def holds(self, span: Span, slab: int) -> bool:
+        """Whether a span that is part of a tree has slots in a slab."""
+        if span.parent is None:
+            return False
+        per_slab = self.allocator.runs_of(span.tree.slot_bytes).per_slab
+        return any(row[2] == self.handle and row[3] // per_slab == slab for row in ex.records(span.extents))
 
 
 class Space:
@@ -92,24 +114,10 @@ class Space:
             if row[2] in segments
         }
 
-    def enlist(self, span: Span) -> None:
-        """Note the span in every slab that its extents touch."""
-        for handle, slab in self._slabs(span.extents, span.tree.slot_bytes):
-            segment = self.segments[handle]
-            spans = segment.slab_spans.setdefault(slab, set())
-            if span not in spans:
-                spans.add(span)
-                segment.span_count += 1
-
-    def delist(self, span: Span, before: bytes) -> None:
-        """The span had the extents `before`: forget it in the slabs that it no longer touches."""
-        slot_bytes = span.tree.slot_bytes
-        for handle, slab in self._slabs(before, slot_bytes) - self._slabs(span.extents, slot_bytes):
-            segment = self.segments[handle]
-            segment.slab_spans[slab].discard(span)
-            segment.span_count -= 1
-            if not segment.slab_spans[slab]:
-                del segment.slab_spans[slab]
+    def enlist(self, span: Span, packed: bytes) -> None:
+        """Note the span in every slab that the extents `packed` touch."""
+        for handle, slab in self._slabs(packed, span.tree.slot_bytes):
+            self.segments[handle].note(slab, span)
 
     # -- slots come back
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from kvpool_master.core.messages import GoneReason, Reason
 from kvpool_proto.namespace import NamespaceSpec
+
+from kvpool_master.core.messages import GoneReason, Reason
 
 EVICTED_IDLE_BOUNDS_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 """Upper bounds of the histogram of idle time at eviction, in seconds."""
@@ -58,7 +59,7 @@ class PoolCounters:
     evicted_idle_ms: int = 0
     evict_passes: int = 0
     evict_blocked: dict[str, int] = field(default_factory=dict[str, int])
-    """Passes that could not free what was wanted, by what held the leaves: leased, being_written, no_leaf, step_limit."""
+    """Passes that could not free what was wanted, by what held them up: leased, being_written, no_leaf, step_limit."""
     stalls: int = 0
     """Ticks so late that liveness deadlines were moved."""
 

@@ -6,24 +6,26 @@ Rules
     a hole, kept (keys, no bytes) while anything hangs below it or a lease ends in it.
   - A cut makes a new span of the head, so children, heap entries and later offsets stay with the tail; leases and
     pieces move with their blocks.
-  - Ages never rise along a span: a request for a block is one for all before it. `age` is that of the last block,
-    `steps` lists (end, age) of the runs of blocks before that were asked for later. A parent inherits the age of a
-    child that goes.
+  - Ages never rise along a span: a request for a block is one for all before it. Along a span they are steps. A
+    parent inherits the age of a child that goes.
   - `parent` is None for the two roots of a tree and for spans that are no longer part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain as flatten
 from itertools import repeat
 from struct import iter_unpack
 
+from kvpool_proto.namespace import NamespaceSpec
+
 from kvpool_master.core import extents as ex
 from kvpool_master.core.leases import Lease
 from kvpool_master.core.snapshot import NamespaceCounters
-from kvpool_proto.namespace import NamespaceSpec
 
+FEW_CHILDREN = 8
+"""Up to so many children are searched one by one: a tuple takes a fifth of a dict's memory."""
 SPAN_BLOCKS_MAX = 4096
 """Spans are not joined beyond this: cutting a span copies its keys."""
 
@@ -108,27 +110,16 @@ class Writer:
 class Span:
     """See the module's docstring. Sizes are in blocks."""
 
-    __slots__ = (
-        "age",
-        "children",
-        "extents",
-        "have",
-        "keys",
-        "leases",
-        "parent",
-        "queued",
-        "steps",
-        "tree",
-        "writers",
-    )
+    __slots__ = ("ages", "children", "extents", "have", "keys", "leases", "parent", "queued", "tree", "writers")
 
     def __init__(self, tree: Tree, parent: Span | None, keys: bytes, age: int) -> None:
         self.tree = tree
         self.parent = parent
         self.keys = keys
-        self.age = age
-        self.steps: tuple[Step, ...] | None = None
-        self.children: dict[bytes, Span] | None = None
+        self.ages: int | tuple[Step, ...] = age
+        """One age for all blocks, or (end, age) of each run of blocks of one age."""
+        self.children: tuple[Span, ...] | dict[bytes, Span] | None = None
+        """Up to FEW_CHILDREN as a tuple, more as a dict by first key; None when there are none."""
         self.extents = b""
         self.have = 0
         self.writers: list[Piece] | None = None
@@ -158,9 +149,24 @@ class Span:
     def first_key(self) -> bytes:
         return self.keys[: self.tree.key_bytes]
 
-    def all_steps(self) -> list[Step]:
+    # -- ages
+
+    @property
+    def age(self) -> int:
+        """The age of the last block."""
+        ages = self.ages
+        return ages if isinstance(ages, int) else ages[-1][1]
+
+    @property
+    def front_age(self) -> int:
+        """The age of the first block."""
+        ages = self.ages
+        return ages if isinstance(ages, int) else ages[0][1]
+
+    def steps(self) -> tuple[Step, ...]:
         """(end, age) of every run of blocks of one age, front to back."""
-        return [*(self.steps or ()), (self.blocks, self.age)]
+        ages = self.ages
+        return ((self.blocks, ages),) if isinstance(ages, int) else ages
 
     def set_steps(self, steps: list[Step]) -> None:
         """Take over steps whose ages may rise; the rule that they do not is restored by raising what is before."""
@@ -171,41 +177,70 @@ class Span:
                 newest = age
                 kept.append((end, age))
         kept.reverse()
-        self.age = kept.pop()[1]
-        self.steps = tuple(kept) or None
+        self.ages = kept[0][1] if len(kept) == 1 else tuple(kept)
 
     def touch(self, end: int, age: int) -> None:
         """Blocks [0, end) were asked for at `age`."""
-        if end == self.blocks and age >= self.age and not self.steps:
-            self.age = age
+        if isinstance(self.ages, int) and end == self.blocks:
+            self.ages = max(self.ages, age)
             return
         steps: list[Step] = []
         start = 0
-        for step_end, step_age in self.all_steps():
+        for step_end, step_age in self.steps():
             if start < end < step_end:
                 steps.append((end, max(age, step_age)))
             steps.append((step_end, max(age, step_age) if step_end <= end else step_age))
             start = step_end
         self.set_steps(steps)
 
+    # -- children
+
+    def child(self, key: bytes) -> Span | None:
+        """The child whose first key is `key`."""
+        children = self.children
+        if children is None:
+            return None
+        if isinstance(children, dict):
+            return children.get(key)
+        for one in children:
+            if one.keys.startswith(key):
+                return one
+        return None
+
+    def kids(self) -> Iterable[Span]:
+        """All children."""
+        children = self.children
+        return children.values() if isinstance(children, dict) else children or ()
+
     def attach(self, child: Span) -> None:
         """Hang `child` below the last block."""
-        if self.children is None:
-            self.children = {}
-        self.children[child.first_key()] = child
         child.parent = self
+        children = self.children
+        if isinstance(children, dict):
+            children[child.first_key()] = child
+        elif len(children or ()) < FEW_CHILDREN:
+            self.children = (*(children or ()), child)
+        else:
+            self.children = {one.first_key(): one for one in (*(children or ()), child)}
+
+    def drop(self, child: Span) -> None:
+        """Forget a child."""
+        children = self.children
+        if isinstance(children, dict):
+            del children[child.first_key()]
+            self.children = children or None
+        else:
+            self.children = tuple([one for one in children or () if one is not child]) or None
 
     def detach(self) -> Span:
-        """Leave the parent, which inherits the age; returns it."""
+        """Leave the parent, which inherits the age; returns it. The span holds nothing afterwards."""
         parent = self.parent
-        assert parent is not None and parent.children is not None
-        del parent.children[self.first_key()]
-        if not parent.children:
-            parent.children = None
+        assert parent is not None
+        parent.drop(self)
+        if parent.parent is not None and self.front_age > parent.age:
+            parent.touch(parent.blocks, self.front_age)
         self.parent = None
-        age = self.steps[0][1] if self.steps else self.age
-        if parent.parent is not None and age > parent.age:
-            parent.touch(parent.blocks, age)
+        self.keys = b""
         return parent
 
 
@@ -214,12 +249,16 @@ def cut(span: Span, at: int) -> Span:
     tree = span.tree
     edge = at * tree.key_bytes
     parent = span.parent
-    assert parent is not None and parent.children is not None and 0 < edge < len(span.keys)
+    assert parent is not None and 0 < edge < len(span.keys)
     head = Span(tree, parent, span.keys[:edge], 0)
-    parent.children[head.first_key()] = head
-    steps = span.all_steps()
-    head.set_steps([*[step for step in steps if step[0] < at], (at, next(a for e, a in steps if e >= at))])
-    span.set_steps([(end - at, age) for end, age in steps if end > at])
+    parent.drop(span)
+    parent.attach(head)
+    if isinstance(span.ages, int):
+        head.ages = span.ages
+    else:
+        steps = span.ages
+        head.set_steps([*[step for step in steps if step[0] < at], (at, next(a for e, a in steps if e >= at))])
+        span.set_steps([(end - at, age) for end, age in steps if end > at])
     span.keys = span.keys[edge:]
     head.attach(span)
     head.have = span.have
@@ -251,24 +290,24 @@ def _cut_leases(span: Span, head: Span, at: int) -> None:
 
 def can_join(span: Span) -> bool:
     """Whether `span` and its only child are alike and may become one."""
-    if span.parent is None or span.children is None or len(span.children) != 1:
+    if span.parent is None or not isinstance(span.children, tuple) or len(span.children) != 1:
         return False
-    (child,) = span.children.values()
+    child = span.children[0]
     full = span.tree.full
     return span.have == full == child.have and len(span.keys) + len(child.keys) <= SPAN_BLOCKS_MAX * span.tree.key_bytes
 
 
-def join_child(span: Span) -> Span:
-    """Take over the only child's blocks; see can_join. Returns the child, which is no longer part of the tree."""
-    assert span.children is not None
-    (child,) = span.children.values()
+def join_child(span: Span) -> None:
+    """Take over the only child's blocks; see can_join. The child is no longer part of the tree."""
+    assert isinstance(span.children, tuple)
+    child = span.children[0]
     at = span.blocks
     span.extents = ex.join(span.extents, child.extents, at)
-    steps = [*span.all_steps(), *[(end + at, age) for end, age in child.all_steps()]]
+    steps = [*span.steps(), *[(end + at, age) for end, age in child.steps()]]
     span.keys += child.keys
     span.set_steps(steps)
     span.children = child.children
-    for grandchild in (span.children or {}).values():
+    for grandchild in span.kids():
         grandchild.parent = span
     for lease in child.leases or ():
         lease.span = span
@@ -278,5 +317,4 @@ def join_child(span: Span) -> Span:
     span.tree.index_keys(child.keys, span)
     span.tree.spans -= 1
     child.parent = child.children = child.leases = None
-    child.extents = b""
-    return child
+    child.extents = child.keys = b""

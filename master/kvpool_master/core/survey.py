@@ -73,8 +73,8 @@ def _segment(segment: Segment) -> SegmentSnapshot:
 
 def span_bytes(span: Span) -> int:
     """Memory of one span and what only it holds."""
-    held = [span, span.keys, span.extents, span.age, span.children, span.steps, span.leases, span.writers]
-    return sum(getsizeof(one) for one in held if one is not None) + 16  # the collector's header
+    held = [span, span.keys, span.extents, span.ages, span.children, span.leases, span.writers]
+    return sum(getsizeof(one) for one in held if one is not None)
 
 
 def directory_bytes(pool: Pool) -> int:
@@ -91,7 +91,7 @@ def directory_bytes(pool: Pool) -> int:
     if sample:
         total += spans * sum(map(span_bytes, sample)) // len(sample)
     for segment in segments:
-        total += sum(getsizeof(heap) + len(heap) * (getsizeof((0, None)) + 16) for heap in segment.leaves.values())
+        total += sum(getsizeof(heap) + len(heap) * getsizeof((0, None)) for heap in segment.leaves.values())
         total += sum(map(getsizeof, segment.slab_spans.values()))
     for namespace in pool.namespaces.values():
         if namespace.tree.index is not None:

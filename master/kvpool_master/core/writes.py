@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from kvpool_proto.errors import CommitTooLarge, PartOutOfRange, ReservationEnded, UnknownReservation
+
 from kvpool_master.core import extents as ex
 from kvpool_master.core.forest import Forest, detach_piece
 from kvpool_master.core.leases import DeadlineHeap, Remembered
@@ -21,7 +23,6 @@ from kvpool_master.core.segments import Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import PoolCounters
 from kvpool_master.core.spans import Piece, Tree, Writer
-from kvpool_proto.errors import CommitTooLarge, PartOutOfRange, ReservationEnded, UnknownReservation
 
 
 class Reservation(Writer):
@@ -57,14 +58,16 @@ class Reservation(Writer):
         self.part_from = command.part_from
         self.nodes = command.nodes
         self.worker = command.worker
-        self.workers: dict[int, int] = {}
+        self.workers: dict[int, int] | None = None
         """Workers that committed a part of a reservation that a scheduler made."""
         self.mark = mark_of(command)
         self.answer: Reserved | None = None
-        self.granted: dict[int, int] = {}
-        """Blocks granted, by mask of parts."""
-        self.done: dict[int, int] = {}
-        self.lost: dict[int, int] = {}
+        self.granted: list[tuple[int, int]] = []
+        """Blocks granted: (mask of parts, blocks), each mask once."""
+        self.done = [0] * (command.part_to - command.part_from)
+        """Blocks committed, by part; see `written`."""
+        self.lost: dict[int, int] | None = None
+        """Of these, removed meanwhile, by part."""
         self.ended = 0
         self.deadline_ms = 0
         self.remember_until_ms = 0
@@ -73,10 +76,27 @@ class Reservation(Writer):
 
     def granted_blocks(self, part: int) -> int:
         """How many blocks of a part are this reservation's."""
-        return sum([blocks for mask, blocks in self.granted.items() if mask >> part & 1])
+        return sum([blocks for mask, blocks in self.granted if mask >> part & 1])
+
+    def grant(self, mask: int, blocks: int) -> None:
+        """Note that blocks of the parts in `mask` are this reservation's."""
+        for at, (known, before) in enumerate(self.granted):
+            if known == mask:
+                self.granted[at] = (mask, before + blocks)
+                return
+        self.granted.append((mask, blocks))
+
+    def written(self, part: int) -> int:
+        """How many of a part's blocks are committed."""
+        return self.done[part - self.part_from]
+
+    def lost_blocks(self, part: int) -> int:
+        """How many of a part's committed blocks had been removed before."""
+        return self.lost.get(part, 0) if self.lost else 0
 
     def worker_of(self, part: int) -> int:
-        return self.workers.get(part, self.worker)
+        """The process that writes a part, 0 if it is not known."""
+        return self.workers.get(part, self.worker) if self.workers else self.worker
 
     def node_of(self, part: int) -> str:
         """The node that the part's writer named; empty if it named none."""
@@ -85,9 +105,9 @@ class Reservation(Writer):
         return self.nodes[part - self.part_from]
 
 
-def mark_of(command: Reserve) -> tuple[object, ...]:
+def mark_of(command: Reserve) -> int:
     """What makes a second Reserve with the same id a retry of the first."""
-    return command.namespace, len(command.chain), hash(command.chain), command.part_from, command.part_to
+    return hash((command.namespace, command.chain, command.part_from, command.part_to))
 
 
 class Writes:
@@ -99,7 +119,7 @@ class Writes:
         self._forest = forest
         self._counters = counters
         self.open: dict[bytes, Reservation] = {}
-        self._deadlines = DeadlineHeap()
+        self.deadlines = DeadlineHeap()
         self.ended: OrderedDict[bytes, Reservation] = OrderedDict()
         self.quarantine: dict[bytes, Reservation] = {}
         self.overtaken = Remembered(settings.remembered_ids_max, settings.remember_ms)
@@ -110,7 +130,7 @@ class Writes:
         term = min(settings.write_min_ms + size_bytes // settings.write_bytes_per_ms, settings.write_max_ms)
         reservation.deadline_ms = now_ms + term
         self.open[reservation.id] = reservation
-        self._deadlines.push(reservation.deadline_ms, reservation.id)
+        self.deadlines.push(reservation.deadline_ms, reservation.id)
         self._counters.reservations_opened += 1
         return term
 
@@ -137,29 +157,27 @@ class Writes:
                 )
         if command.final and found.quarantined:
             self._leave_quarantine(found, asked)
-        refused = [part for part in parts if found.ended >> part & 1 and command.blocks > found.done.get(part, 0)]
+        refused = [part for part in parts if found.ended >> part & 1 and command.blocks > found.written(part)]
         if refused:
             raise ReservationEnded(f"parts {refused} of the reservation have ended: expired, aborted or purged")
         if found.id in self.open:
             for part in parts:
-                if command.worker:
-                    found.workers[part] = command.worker
+                if command.worker and command.worker != found.worker:
+                    found.workers = {**(found.workers or {}), part: command.worker}
                 if not found.ended >> part & 1:
                     self._advance(found, part, command.blocks)
             if command.final:
                 self.give_up(found, asked, word=True)
             self._close_if_over(found, now_ms)
-        return Committed(
-            blocks=min(found.done.get(part, 0) for part in parts), lost=max(found.lost.get(part, 0) for part in parts)
-        )
+        return Committed(min(map(found.written, parts)), max(map(found.lost_blocks, parts)))
 
     def _advance(self, reservation: Reservation, part: int, total: int) -> None:
         """Commit one part up to `total` of its granted blocks."""
         bit = 1 << part
-        left = total - reservation.done.get(part, 0)
+        left = total - reservation.written(part)
         if left <= 0:
             return
-        reservation.done[part] = total
+        reservation.done[part - reservation.part_from] = total
         for piece in list(reservation.pieces) if len(reservation.pieces) > 1 else reservation.pieces[:1]:
             if left == 0:
                 return
@@ -173,7 +191,7 @@ class Writes:
         blocks = min(left, piece.blocks)
         if blocks < piece.blocks:
             piece = self._cut_piece(piece, blocks)
-        reservation.lost[part] = reservation.lost.get(part, 0) + blocks
+        reservation.lost = {**(reservation.lost or {}), part: reservation.lost_blocks(part) + blocks}
         piece.lost &= ~(1 << part)
         if not piece.mask and not piece.lost:
             reservation.pieces.remove(piece)
@@ -248,7 +266,7 @@ class Writes:
         if reservation.pieces and reservation.ended != reservation.mask:
             return
         all_done = all(
-            reservation.done.get(part, 0) == reservation.granted_blocks(part)
+            reservation.written(part) == reservation.granted_blocks(part)
             for part in range(reservation.mask.bit_length())
             if reservation.mask >> part & 1
         )
@@ -307,7 +325,7 @@ class Writes:
 
     def expire(self, now_ms: int) -> None:
         """End what is past its deadline."""
-        for _, ident in self._deadlines.due(now_ms):
+        for _, ident in self.deadlines.due(now_ms):
             reservation = self.open.get(ident)
             if reservation is not None and reservation.deadline_ms <= now_ms:
                 self._counters.reservations_expired += 1
@@ -322,5 +340,5 @@ class Writes:
         while self.ended and next(iter(self.ended.values())).remember_until_ms <= now_ms:
             self.ended.popitem(last=False)
         live = self.open
-        self._deadlines.rebuild(((one.deadline_ms, one.id) for one in live.values()), len(live))
+        self.deadlines.rebuild(((one.deadline_ms, one.id) for one in live.values()), len(live))
         self.overtaken.expire(now_ms)
