@@ -155,9 +155,18 @@ class Allocator:
             runs = self.per_size[slot_bytes] = FreeRuns(slots_per_slab(self.slab_bytes, slot_bytes))
         return runs
 
-    def coming_slots(self, slot_bytes: int) -> int:
-        """Slots of slabs whose binding is not confirmed."""
-        return sum(1 for size in self.binding.values() if size == slot_bytes) * self.runs_of(slot_bytes).per_slab
+    def ready_slots(self, slot_bytes: int) -> int:
+        """Slots that are free, or will be once the node has confirmed a binding."""
+        runs = self.runs_of(slot_bytes)
+        if not self.binding:
+            return runs.free
+        return runs.free + runs.per_slab * list(self.binding.values()).count(slot_bytes)
+
+    def can_bind(self, slot_bytes: int) -> bool:
+        """Whether slots of that size are coming, or would be if a slab was bound."""
+        if self.unbound or slot_bytes in self.binding.values():
+            return True
+        return any(runs.empty_slab() is not None for size, runs in self.per_size.items() if size != slot_bytes)
 
     def start_binding(self, slot_bytes: int, rebind: bool) -> int | None:
         """Choose a slab to bind: an unbound one, or with `rebind` an empty one of another slot size."""

@@ -224,8 +224,10 @@ class Puts:
         if got < blocks:
             put.reason = reason
         for low, high, segments in groups:
-            for segment in segments[:1]:
-                put.effects += self._space.bind(segment, slot_bytes, (blocks - got) * (high - low))
+            missing = (blocks - got) * (high - low) if reason is not Reason.RESERVE_SHARE else 0
+            for segment in segments:
+                put.effects += self._space.bind(segment, slot_bytes, missing)
+                missing = max(0, missing - segment.allocator.ready_slots(slot_bytes))
         return got, rows
 
     def _evict(self, segment: Segment, slot_bytes: int, free_slots: int) -> None:

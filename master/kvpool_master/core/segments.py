@@ -164,8 +164,7 @@ class Space:
         """Bind a slab that was emptied for a slot size that wanted one; the wish is over either way."""
         effects: list[Effect] = []
         for slot_bytes in sorted(segment.starved):
-            ready = segment.allocator.runs_of(slot_bytes).free + segment.allocator.coming_slots(slot_bytes)
-            effects += self.bind(segment, slot_bytes, ready + 1)
+            effects += self.bind(segment, slot_bytes, segment.allocator.ready_slots(slot_bytes) + 1)
         segment.starved.clear()
         return effects
 
@@ -175,7 +174,7 @@ class Space:
         """Bind slabs until `wanted_slots` are free or coming, and unbound ones up to the share kept ahead."""
         allocator = segment.allocator
         runs = allocator.runs_of(slot_bytes)
-        ready = runs.free + allocator.coming_slots(slot_bytes)
+        ready = allocator.ready_slots(slot_bytes)
         ahead = allocator.size_bytes * self._settings.bind_ahead_permille // 1000 // slot_bytes
         effects: list[Effect] = []
         while ready < max(wanted_slots, ahead, 1):
@@ -217,23 +216,21 @@ class Space:
     ) -> tuple[int, list[ex.Record], Reason]:
         rows: list[ex.Record] = []
         got = 0
+        width = high - low
         reason = Reason.NO_NODE
         for evicting in (False, True):
             for segment in segments:
-                wanted = min(blocks - got, self._writable_blocks(segment, slot_bytes, high - low))
+                wanted = min(blocks - got, self._writable_blocks(segment, slot_bytes, width))
                 reason = Reason.RESERVE_SHARE if wanted < blocks - got else Reason.NO_SPACE
-                runs = segment.allocator.runs_of(slot_bytes)
-                coming = segment.allocator.coming_slots(slot_bytes)
-                missing = wanted * (high - low) - runs.free - coming
-                if evicting and missing > 0 and not segment.allocator.unbound:
-                    evict(segment, slot_bytes, wanted * (high - low) - coming)
+                if evicting and wanted:
+                    evict(segment, slot_bytes, wanted * width)
                 more, found = self._place(segment, slot_bytes, wanted, low, high, stamp)
                 rows += [(row[0] + got, *row[1:]) for row in found] if got else found
                 got += more
                 if got == blocks:
                     return got, rows, Reason.NONE
-                if coming or segment.allocator.unbound:
-                    reason = Reason.SLAB_PENDING
+            if reason is Reason.NO_SPACE and any(one.allocator.can_bind(slot_bytes) for one in segments):
+                return got, rows, Reason.SLAB_PENDING  # rather than evict
         return got, rows, reason
 
     def _writable_blocks(self, segment: Segment, slot_bytes: int, width: int) -> int:
