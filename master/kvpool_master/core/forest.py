@@ -16,7 +16,8 @@ from heapq import heappop, heappush
 from kvpool_master.core import extents as ex
 from kvpool_master.core.eviction import Pass, is_leaf, keep_blocks, oldest_age, queue_leaf
 from kvpool_master.core.leases import LeaseTable
-from kvpool_master.core.messages import Gone, GoneReason
+from kvpool_master.core.messages import GoneReason
+from kvpool_master.core.ring import Ring
 from kvpool_master.core.segments import Segment, Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import PoolCounters
@@ -24,37 +25,6 @@ from kvpool_master.core.spans import Piece, Span, Tree, can_join, cut, join_chil
 
 AGE_SHIFT = 20
 """Ages are (now_ms << AGE_SHIFT) + n: unique and rising, and still a time."""
-
-
-class Ring:
-    """A bounded memory of blocks that went: when, why, and how long nobody had asked for them."""
-
-    def __init__(self, blocks_max: int) -> None:
-        self._entries: deque[tuple[int, GoneReason, bytes, bytes, int, int]] = deque()
-        self._blocks_max = blocks_max
-        self.blocks = 0
-
-    def add(self, span: Span, keys: bytes, reason: GoneReason, idle_ms: int, now_ms: int) -> None:
-        """Remember `keys` of the span's namespace; the oldest memories go when there are too many."""
-        tree = span.tree
-        keys = keys[: self._blocks_max * tree.key_bytes]
-        self._entries.append((now_ms, reason, tree.namespace, keys, tree.key_bytes, idle_ms))
-        self.blocks += len(keys) // tree.key_bytes
-        while self.blocks > self._blocks_max:
-            entry = self._entries.popleft()
-            self.blocks -= len(entry[3]) // entry[4]
-
-    def find(self, namespace: bytes, key: bytes, now_ms: int) -> Gone | None:
-        """The latest memory of a block, or None. Takes time linear in the ring: for explanations only."""
-        for when_ms, reason, owner, keys, key_bytes, idle_ms in reversed(self._entries):
-            if owner != namespace:
-                continue
-            at = keys.find(key)
-            while at >= 0 and at % key_bytes:
-                at = keys.find(key, at + 1)
-            if at >= 0:
-                return Gone(reason, now_ms - when_ms, idle_ms)
-        return None
 
 
 class Forest:
@@ -71,7 +41,8 @@ class Forest:
         self._incomplete: list[tuple[int, Span]] = []
         self._dead: deque[tuple[int, Tree, list[Span]]] = deque()
         """Purged trees: lease number that must end first, tree, spans still to take apart."""
-        self._retiring: deque[Segment] = deque()
+        self.retiring: deque[Segment] = deque()
+        """Segments of retired nodes that spans still lie in."""
 
     def next_age(self) -> int:
         """A new age, above all before."""
@@ -238,15 +209,19 @@ class Forest:
         """Above the high watermark, evict down to the low one, a bounded step at a time, oldest slot size first."""
         size = segment.allocator.size_bytes
         used = segment.allocator.used_bytes()
-        if used * 1000 <= size * self._settings.watermark_high_permille:
+        low = size * self._settings.watermark_low_permille // 1000
+        if used * 1000 > size * self._settings.watermark_high_permille:
+            segment.evicting = True
+        elif used <= low:
+            segment.evicting = False
+        if not segment.evicting:
             return
-        excess = used - size * self._settings.watermark_low_permille // 1000
         ages = [(age, slot) for slot in segment.leaves if (age := oldest_age(segment, slot)) is not None]
         if not ages:
             self._blocked("no_leaf")
             return
         slot_bytes = min(ages)[1]
-        wanted = segment.allocator.runs_of(slot_bytes).free + -(-excess // slot_bytes)
+        wanted = segment.allocator.runs_of(slot_bytes).free + -(-(used - low) // slot_bytes)
         self.evict(segment, slot_bytes, wanted, self._settings.evict_step_spans_max)
 
     def empty_a_slab(self, segment: Segment, slot_bytes: int) -> None:
@@ -304,7 +279,7 @@ class Forest:
     def retire(self, segment: Segment) -> None:
         """A segment's node is gone: hide it and let its spans lose their bytes there in slices."""
         self._space.hidden.add(segment.handle)
-        self._retiring.append(segment)
+        self.retiring.append(segment)
 
     def work(self, spans_max: int) -> None:
         """One slice of taking dead trees and retired segments apart."""
@@ -312,8 +287,8 @@ class Forest:
             spans_max = self._take_apart(self._dead[0][1], self._dead[0][2], spans_max)
             if not self._dead[0][2]:
                 self._dead.popleft()
-        while self._retiring and spans_max > 0:
-            segment = self._retiring[0]
+        while self.retiring and spans_max > 0:
+            segment = self.retiring[0]
             while segment.slab_spans and spans_max > 0:
                 slab, spans = next(iter(segment.slab_spans.items()))
                 if not spans:
@@ -322,10 +297,11 @@ class Forest:
                 spans_max -= 1
                 span = spans.pop()
                 if span.tree.alive and segment.holds(span, slab):
-                    spans.append(span)  # looked at again: it may have more there
                     self._lose(span, segment)
+                    if segment.holds(span, slab):
+                        spans.append(span)
             if not segment.slab_spans:
-                self._retiring.popleft()
+                self.retiring.popleft()
                 del self._space.segments[segment.handle]
                 self._space.hidden.discard(segment.handle)
 
@@ -341,6 +317,14 @@ class Forest:
             span.extents = span.keys = b""
             span.have = 0
         return spans_max
+
+    def lose_retired(self, span: Span) -> bool:
+        """Let a span lose one run that lies in a retired segment; False if it has none. The span may be cut or go."""
+        for segment in self.retiring:
+            if ex.touches(span.extents, {segment.handle}):
+                self._lose(span, segment)
+                return True
+        return False
 
     def _lose(self, span: Span, segment: Segment) -> None:
         """A span loses what it has in a retired segment."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool_proto.errors import LimitReached, NodeIdTaken, StaleIncarnation, UnknownNode
-
 from kvpool_master.core.messages import SegmentOffer
 from kvpool_master.core.segments import Segment
 from kvpool_master.core.settings import Settings
+from kvpool_proto.errors import LimitReached, NodeIdTaken, StaleIncarnation, UnknownNode
 
 
 @dataclass(slots=True)

@@ -9,9 +9,6 @@ Rules
 
 from __future__ import annotations
 
-from kvpool_proto.errors import BadRequest, BadSegment, LimitReached, UnknownSegment
-from kvpool_proto.geometry import check_segment
-
 from kvpool_master.core import messages as m
 from kvpool_master.core.allocator import Allocator
 from kvpool_master.core.forest import Forest
@@ -19,6 +16,8 @@ from kvpool_master.core.liveness import Liveness, Node
 from kvpool_master.core.messages import BindSlab, Effect
 from kvpool_master.core.segments import Segment, Space
 from kvpool_master.core.settings import Settings
+from kvpool_proto.errors import BadRequest, BadSegment, LimitReached, UnknownSegment
+from kvpool_proto.geometry import check_segment
 
 NODE_NAME_CHARS_MAX = 255
 

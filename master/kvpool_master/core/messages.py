@@ -16,12 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvpool_proto.namespace import NamespaceSpec
-
 from kvpool_master.core.reasons import GoneReason as GoneReason
 from kvpool_master.core.reasons import Parent as Parent
 from kvpool_master.core.reasons import Reason as Reason
 from kvpool_master.core.reasons import RunState as RunState
+from kvpool_proto.namespace import NamespaceSpec
 
 ID_BYTES = 16
 
@@ -79,7 +78,8 @@ class Lookup(NamedTuple):
     An unknown key ends the run. The first `skip` blocks may be holes but must be known where entry is root.
     The lease pins only the deepest block hit, which holds all before it; nothing is leased on a miss.
     A lease id seen before is granted anew (a retry), its old pin goes. Raises UnknownNamespace,
-    KeyLengthMismatch, EmptyChain, ChainTooLong, BadId, ForeignId (the id belongs to another namespace).
+    KeyLengthMismatch, EmptyChain, ChainTooLong, BadId, ForeignId (the id belongs to another namespace),
+    UnknownLease (it was released before it was granted).
     """
 
     namespace: bytes
@@ -126,7 +126,7 @@ class Peeked:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """End leases -> Released. An unknown id is remembered: its lookup, arriving later, leases nothing."""
+    """End leases -> Released. An unknown id is remembered: its lookup, arriving later, is refused. Raises BadId."""
 
     leases: tuple[bytes, ...]
 
@@ -205,7 +205,8 @@ class Commit:
 
     A running total: less than before, or the same again, changes nothing. final gives up the rest of these
     parts with the writer's word. A commit after the end of these parts answers as before when it adds nothing,
-    else raises ReservationEnded. Raises UnknownReservation, PartOutOfRange, CommitTooLarge.
+    else raises ReservationEnded; final is the writer's word even then. Raises UnknownReservation, PartOutOfRange,
+    CommitTooLarge.
     """
 
     reservation: bytes
@@ -338,7 +339,7 @@ class SlabBound:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
-    """A worker's process has ended: its reservations are given up, its quarantine ends -> Done."""
+    """A worker's process has ended: its reservations are given up, its quarantine ends -> Done. 0 is ignored."""
 
     node: str
     worker: int

@@ -12,22 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool_proto.errors import (
-    BadId,
-    BadRequest,
-    ChainTooLong,
-    EmptyChain,
-    ForeignId,
-    KeyLengthMismatch,
-    LimitReached,
-    NamespaceDiffers,
-    PartOutOfRange,
-    SlotTooLarge,
-    UnknownLease,
-    UnknownNamespace,
-)
-from kvpool_proto.namespace import NamespaceSpec
-
 from kvpool_master.core import extents as ex
 from kvpool_master.core import messages as m
 from kvpool_master.core.directory import walk
@@ -45,6 +29,21 @@ from kvpool_master.core.snapshot import NamespaceCounters, PoolCounters, Snapsho
 from kvpool_master.core.spans import Span, Tree
 from kvpool_master.core.survey import take_snapshot
 from kvpool_master.core.writes import Writes
+from kvpool_proto.errors import (
+    BadId,
+    BadRequest,
+    ChainTooLong,
+    EmptyChain,
+    ForeignId,
+    KeyLengthMismatch,
+    LimitReached,
+    NamespaceDiffers,
+    PartOutOfRange,
+    SlotTooLarge,
+    UnknownLease,
+    UnknownNamespace,
+)
+from kvpool_proto.namespace import NamespaceSpec
 
 
 @dataclass(slots=True)

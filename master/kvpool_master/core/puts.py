@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from kvpool_proto.errors import ForeignId, ReservationEnded
-
 from kvpool_master.core import extents as ex
 from kvpool_master.core.directory import Plan, Region, plan_put
 from kvpool_master.core.forest import Forest
@@ -22,6 +20,7 @@ from kvpool_master.core.segments import Group, Segment, Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.spans import Piece, Span, Tree
 from kvpool_master.core.writes import Reservation, Writes, mark_of
+from kvpool_proto.errors import ForeignId, ReservationEnded
 
 
 @dataclass(slots=True)
@@ -63,7 +62,7 @@ class Puts:
         counters.reserves += 1
         if len(self._writes.open) >= self._settings.reservations_max:
             return self._short(tree, Reserved(0, Reason.TOO_MANY_RESERVATIONS, (), b"", 0))
-        plan = plan_put(tree, command.parent, command.chain)
+        plan = self._plan(command, tree)
         counters.conflicts += plan.conflict
         self._stamp += 1
         reservation = Reservation(command, tree, self._stamp)
@@ -80,8 +79,17 @@ class Puts:
         answer = Reserved(
             put.answered, put.reason, tuple(put.runs), b"".join(put.extents), write_ms, tuple(put.effects)
         )
-        reservation.answer = replace(answer, effects=())
+        reservation.answer = answer
         return self._short(tree, answer)
+
+    def _plan(self, command: Reserve, tree: Tree) -> Plan:
+        """Where the blocks go, now that what lay on retired nodes is known to be lost."""
+        plan = plan_put(tree, command.parent, command.chain)
+        while self._forest.retiring and any(
+            region.span is not None and self._forest.lose_retired(region.span) for region in plan.regions
+        ):
+            plan = plan_put(tree, command.parent, command.chain)
+        return plan
 
     def _short(self, tree: Tree, answer: Reserved) -> Reserved:
         if answer.reason is not Reason.NONE:
@@ -99,7 +107,7 @@ class Puts:
         if known.mark != mark_of(command):
             raise ForeignId("the id is that of another reservation")
         assert known.answer is not None
-        return replace(known.answer, write_ms=max(0, known.deadline_ms - now_ms))
+        return replace(known.answer, effects=(), write_ms=max(0, known.deadline_ms - now_ms))
 
     def _pin(self, put: _Put, plan: Plan) -> None:
         """Keep what is known of the chain from being evicted or dropped meanwhile."""
@@ -226,8 +234,9 @@ class Puts:
         for low, high, segments in groups:
             missing = (blocks - got) * (high - low) if reason is not Reason.RESERVE_SHARE else 0
             for segment in segments:
-                put.effects += self._space.bind(segment, slot_bytes, missing)
-                missing = max(0, missing - segment.allocator.ready_slots(slot_bytes))
+                free = segment.allocator.runs_of(slot_bytes).free  # what is left is too scattered to be used
+                put.effects += self._space.bind(segment, slot_bytes, free + missing if missing else 0)
+                missing = max(0, missing - (segment.allocator.ready_slots(slot_bytes) - free))
         return got, rows
 
     def _evict(self, segment: Segment, slot_bytes: int, free_slots: int) -> None:

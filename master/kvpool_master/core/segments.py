@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from kvpool_proto.geometry import slot_table_bytes
-
 from kvpool_master.core import extents as ex
 from kvpool_master.core.allocator import Allocator
 from kvpool_master.core.messages import BindSlab, Effect, Reason
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.spans import Span
+from kvpool_proto.geometry import slot_table_bytes
 
 Leaf = tuple[int, Span]
 """Heap entry: the age at which the span was queued, and the span."""
@@ -44,6 +43,7 @@ class Segment:
         "_slab_spans_max",
         "allocator",
         "deferred_bytes",
+        "evicting",
         "handle",
         "index",
         "leaves",
@@ -69,6 +69,8 @@ class Segment:
         self._slab_spans_max: dict[int, int] = {}
         self.starved: set[int] = set()
         """Slot sizes that wanted a slab and found none, since the last Tick."""
+        self.evicting = False
+        """Above the high watermark, and not yet below the low one."""
         self.reserved_bytes = 0
         self.quarantined_bytes = 0
         self.deferred_bytes = 0
@@ -201,15 +203,16 @@ class Space:
             if got < blocks:
                 blocks, reason = got, why
         if reason is not Reason.NONE:
-            rows = self._cut_back(rows, blocks, slot_bytes)
-        self.charge(rows, slot_bytes, "reserved_bytes", 1)
+            rows, back = self._cut_back(rows, blocks, slot_bytes)
+            self.charge(back, slot_bytes, "reserved_bytes", -1)
         return blocks, rows, reason
 
-    def _cut_back(self, rows: list[ex.Record], blocks: int, slot_bytes: int) -> list[ex.Record]:
-        """Keep the rows of the first `blocks`, return the others' slots."""
+    def _cut_back(self, rows: list[ex.Record], blocks: int, slot_bytes: int) -> tuple[list[ex.Record], list[ex.Record]]:
+        """Keep the rows of the first `blocks`, return the others' slots: (kept, returned)."""
         head, tail = ex.split(b"".join([ex.pack(*row) for row in rows]), blocks)
-        self.give(ex.records(tail), slot_bytes)
-        return list(ex.records(head))
+        back = list(ex.records(tail))
+        self.give(back, slot_bytes)
+        return list(ex.records(head)), back
 
     def _allocate_group(
         self, segments: list[Segment], slot_bytes: int, blocks: int, low: int, high: int, stamp: int, evict: Evict
@@ -225,6 +228,7 @@ class Space:
                 if evicting and wanted:
                     evict(segment, slot_bytes, wanted * width)
                 more, found = self._place(segment, slot_bytes, wanted, low, high, stamp)
+                self.charge(found, slot_bytes, "reserved_bytes", 1)
                 rows += [(row[0] + got, *row[1:]) for row in found] if got else found
                 got += more
                 if got == blocks:
@@ -259,5 +263,5 @@ class Space:
         left_got, left = self._place(segment, slot_bytes, blocks, low, middle, stamp)
         right_got, right = self._place(segment, slot_bytes, left_got, middle, high, stamp)
         if right_got < left_got:
-            left = self._cut_back(left, right_got, slot_bytes)
+            left, _ = self._cut_back(left, right_got, slot_bytes)
         return right_got, left + right

@@ -58,7 +58,7 @@ class Settings:
     """Free slots of a size that is in use are kept bound up to this share of a segment."""
 
     # background work of one Tick
-    tick_spans_max: int = 256
+    tick_spans_max: int = 500
     """Spans of retired nodes and purged namespaces handled in one Tick."""
 
     # liveness

@@ -8,9 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from kvpool_proto.namespace import NamespaceSpec
-
 from kvpool_master.core.messages import GoneReason, Reason
+from kvpool_proto.namespace import NamespaceSpec
 
 EVICTED_IDLE_BOUNDS_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 """Upper bounds of the histogram of idle time at eviction, in seconds."""

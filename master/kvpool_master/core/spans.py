@@ -18,11 +18,10 @@ from itertools import chain as flatten
 from itertools import repeat
 from struct import iter_unpack
 
-from kvpool_proto.namespace import NamespaceSpec
-
 from kvpool_master.core import extents as ex
 from kvpool_master.core.leases import Lease
 from kvpool_master.core.snapshot import NamespaceCounters
+from kvpool_proto.namespace import NamespaceSpec
 
 FEW_CHILDREN = 8
 """Up to so many children are searched one by one: a tuple takes a fifth of a dict's memory."""

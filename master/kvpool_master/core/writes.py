@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvpool_proto.errors import CommitTooLarge, PartOutOfRange, ReservationEnded, UnknownReservation
-
 from kvpool_master.core import extents as ex
 from kvpool_master.core.forest import Forest, detach_piece
 from kvpool_master.core.leases import DeadlineHeap, Remembered
@@ -23,6 +21,7 @@ from kvpool_master.core.segments import Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import PoolCounters
 from kvpool_master.core.spans import Piece, Tree, Writer
+from kvpool_proto.errors import CommitTooLarge, PartOutOfRange, ReservationEnded, UnknownReservation
 
 
 class Reservation(Writer):
@@ -303,7 +302,9 @@ class Writes:
         return True
 
     def worker_gone(self, node: str, worker: int, now_ms: int) -> None:
-        """A writer's process has ended: nothing of its parts is written any more."""
+        """A writer's process has ended: nothing of its parts is written any more. 0 is no process."""
+        if not worker:
+            return
         for reservation in [*self.open.values(), *self.quarantine.values()]:
             mask = 0
             for part in range(reservation.mask.bit_length()):
