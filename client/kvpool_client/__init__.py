@@ -1,1 +1,32 @@
-"""Client side of kvpool: the node client daemon and the worker SDK."""
+"""Client side of kvpool: the node client daemon and the worker SDK, whose names these are."""
+
+from kvpool_client.devices.base import Contiguous, Rows
+from kvpool_client.sdk import (
+    ROOT,
+    UNKNOWN,
+    Gone,
+    Hit,
+    KVPool,
+    LoadResult,
+    Namespace,
+    Peeked,
+    Removed,
+    Stats,
+    StoreResult,
+)
+
+__all__ = [
+    "ROOT",
+    "UNKNOWN",
+    "Contiguous",
+    "Gone",
+    "Hit",
+    "KVPool",
+    "LoadResult",
+    "Namespace",
+    "Peeked",
+    "Removed",
+    "Rows",
+    "Stats",
+    "StoreResult",
+]

@@ -69,24 +69,37 @@ SUPERBLOCK: Final = np.dtype(
         ("check", "<u8"),
     ]
 )
-assert SLOT_HEADER.itemsize == SLOT_HEADER_BYTES and SLAB_RECORD.itemsize == SLAB_RECORD_BYTES
+assert SLOT_HEADER.itemsize == SLOT_HEADER_BYTES
+assert SLAB_RECORD.itemsize == SLAB_RECORD_BYTES
 
 # Odd multipliers from the golden ratio's 64-bit fraction (Knuth, TAOCP 6.4, Fibonacci hashing), one a column.
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _FACTORS: Final = np.array([(_GOLDEN * (2 * i + 1) | 1) & (2**64 - 1) for i in range(64)], dtype=np.uint64)
 
 
-def _mix(columns: U64) -> U64:
-    """One 64-bit value per row of `columns` (rows x n, n <= 62); wraps around by design."""
-    words = columns ^ (columns >> np.uint64(31))
-    mixed = (words * _FACTORS[: columns.shape[1]]).sum(axis=1, dtype=np.uint64)
+# Rows that are mixed at once: their words and the scratch stay in the second-level cache.
+_MIX_ROWS: Final = 2048
+
+
+def _mix(records: Array) -> U64:
+    """One 64-bit value per record (contiguous, at most 62 words each); the last word, the check itself, is left out.
+
+    Wraps around by design.
+    """
+    words = records.view(np.uint64).reshape(len(records), records.dtype.itemsize // 8)
+    factors = _FACTORS[: words.shape[1]].copy()
+    factors[-1] = 0
+    mixed = np.empty(len(words), dtype=np.uint64)
+    scratch = np.empty((min(len(words), _MIX_ROWS), words.shape[1]), dtype=np.uint64)
+    for start in range(0, len(words), _MIX_ROWS):
+        rows = words[start : start + _MIX_ROWS]
+        folded = np.right_shift(rows, np.uint64(31), out=scratch[: len(rows)])
+        np.bitwise_xor(folded, rows, out=folded)
+        np.einsum("ij,j->i", folded, factors, out=mixed[start : start + _MIX_ROWS])
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(_GOLDEN)
-    return mixed ^ (mixed >> np.uint64(32))
-
-
-def _columns(records: Array) -> U64:
-    return records.view(np.uint64).reshape(len(records), -1)[:, :-1]
+    mixed ^= mixed >> np.uint64(32)
+    return mixed
 
 
 def slot_checks(headers: Array, first_slot: int, generation: int, slot_bytes: int) -> U64:
@@ -94,14 +107,17 @@ def slot_checks(headers: Array, first_slot: int, generation: int, slot_bytes: in
 
     first_slot counts through the segment. Returns uint64, one per header.
     """
-    place = np.arange(first_slot, first_slot + len(headers), dtype=np.uint64) * _FACTORS[62]
+    place = np.arange(first_slot, first_slot + len(headers), dtype=np.uint64)
+    place *= _FACTORS[62]
     life = np.uint64((generation * int(_FACTORS[63]) ^ slot_bytes * _GOLDEN) & (2**64 - 1))
-    return _mix(_columns(headers)) ^ place ^ life
+    place ^= _mix(headers)
+    place ^= life
+    return place
 
 
 def record_check(record: Array) -> U64:
     """The check that slab records or a superblock should carry, one per record."""
-    return _mix(_columns(record))
+    return _mix(record)
 
 
 def pack_keys(chain: bytes, key_bytes: int) -> Array:

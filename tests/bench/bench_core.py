@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from bench.report import Row, row
@@ -116,6 +117,10 @@ def bench_lookup() -> list[Row]:
     ]
 
 
+def _put_next(pool: Pool, namespace: bytes, idents: Iterator[int], parts: int, at_once: bool, chain: bytes) -> None:
+    put(pool, namespace, chain, next(idents), parts, at_once=at_once)
+
+
 def bench_put() -> list[Row]:
     """Reserve + commit of 1,024 new blocks with 1 part and with 8, each part committed by its own command."""
     took: dict[str, float] = {}
@@ -124,7 +129,8 @@ def bench_put() -> list[Row]:
         pool, namespace = make_pool(rounds * CHAIN_BLOCKS * parts + SLAB_SLOTS, parts=parts)
         idents = iter(range(rounds))
         chains = [os.urandom(16 * CHAIN_BLOCKS) for _ in range(rounds)]
-        took[name] = median_us(lambda chain: put(pool, namespace, chain, next(idents), parts, at_once=at_once), chains)
+        store = partial(_put_next, pool, namespace, idents, parts, at_once)
+        took[name] = median_us(store, chains)
     return [
         row("core reserve + commit, 1,024 new blocks, 1 part", took["1 part"], "us"),
         row("the same, 8 parts, 8 commits", took["8 parts"], "us"),

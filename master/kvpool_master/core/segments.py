@@ -220,22 +220,24 @@ class Space:
         rows: list[ex.Record] = []
         got = 0
         width = high - low
-        reason = Reason.NO_NODE
         for evicting in (False, True):
+            no_slots = False
             for segment in segments:
                 wanted = min(blocks - got, self._writable_blocks(segment, slot_bytes, width))
-                reason = Reason.RESERVE_SHARE if wanted < blocks - got else Reason.NO_SPACE
                 if evicting and wanted:
                     evict(segment, slot_bytes, wanted * width)
                 more, found = self._place(segment, slot_bytes, wanted, low, high, stamp)
                 self.charge(found, slot_bytes, "reserved_bytes", 1)
                 rows += [(row[0] + got, *row[1:]) for row in found] if got else found
                 got += more
+                no_slots = no_slots or more < wanted
                 if got == blocks:
                     return got, rows, Reason.NONE
-            if reason is Reason.NO_SPACE and any(one.allocator.can_bind(slot_bytes) for one in segments):
+            if no_slots and any(one.allocator.can_bind(slot_bytes) for one in segments):
                 return got, rows, Reason.SLAB_PENDING  # rather than evict
-        return got, rows, reason
+            if not no_slots:
+                return got, rows, Reason.RESERVE_SHARE if segments else Reason.NO_NODE
+        return got, rows, Reason.NO_SPACE
 
     def _writable_blocks(self, segment: Segment, slot_bytes: int, width: int) -> int:
         """How many blocks of `width` parts the segment's share for writers still admits."""
