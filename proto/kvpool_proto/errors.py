@@ -178,6 +178,14 @@ class Unreachable(KVPoolError):
     action = "Go on without the pool; the SDK reconnects by itself."
 
 
+class SlabChanged(KVPoolError):
+    """Raised on a mapped segment: the slab is not, or no longer, bound to the slot size the caller was told."""
+
+    reason = "SLAB_CHANGED"
+    code = "FAILED_PRECONDITION"
+    action = "Treat it as a miss: the slab was bound anew since the Master answered."
+
+
 class ProtocolError(KVPoolError):
     """The other side sent what the contract does not allow."""
 

@@ -4,136 +4,141 @@
 # source: kvpool_proto/pool.proto
 # Protobuf Python Version: 5.27.2
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 5, 27, 2, "", "kvpool_proto/pool.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    5,
+    27,
+    2,
+    '',
+    'kvpool_proto/pool.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x17kvpool_proto/pool.proto\x12\tkvpool.v1"\x90\x02\n\rNamespaceSpec\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cquantisation\x18\x05 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\r\n\x05parts\x18\x07 \x01(\r\x12\x12\n\npart_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06layout\x18\t \x01(\t\x12\x11\n\tkey_bytes\x18\n \x01(\r\x12\x13\n\x0bhash_scheme\x18\x0b \x01(\t\x12\x11\n\thash_seed\x18\x0c \x01(\t\x12\x1f\n\x05\x65ntry\x18\r \x01(\x0e\x32\x10.kvpool.v1.EntryJ\x04\x08\x0e\x10 "Z\n\x14OpenNamespaceRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.NamespaceSpec\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x0cJ\x04\x08\x03\x10\x10"m\n\x12OpenNamespaceReply\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x18\n\x10\x63hain_blocks_max\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04J\x04\x08\x05\x10\x10"\x97\x01\n\x07\x45xtents\x12\x0e\n\x06offset\x18\x01 \x03(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x0f\n\x07segment\x18\x03 \x03(\r\x12\x12\n\nfirst_slot\x18\x04 \x03(\r\x12\x11\n\tpart_from\x18\x05 \x03(\r\x12\x0f\n\x07part_to\x18\x06 \x03(\r\x12\r\n\x05stamp\x18\x07 \x03(\x06\x12\x0e\n\x06stride\x18\x08 \x03(\rJ\x04\x08\t\x10\x10"a\n\rLookupRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0bskip_blocks\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\x0cJ\x04\x08\x05\x10\x10"\x90\x01\n\x0bLookupReply\x12\x12\n\nhit_blocks\x18\x01 \x01(\r\x12!\n\x06reason\x18\x02 \x01(\x0e\x32\x11.kvpool.v1.Reason\x12#\n\x07\x65xtents\x18\x03 \x01(\x0b\x32\x12.kvpool.v1.Extents\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04J\x04\x08\x06\x10\x10"^\n\x0bPeekRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0bskip_blocks\x18\x03 \x01(\r\x12\x0f\n\x07\x65xplain\x18\x04 \x01(\x08J\x04\x08\x05\x10\x10"\x9b\x01\n\tPeekReply\x12\x12\n\nhit_blocks\x18\x01 \x01(\r\x12!\n\x06reason\x18\x02 \x01(\x0e\x32\x11.kvpool.v1.Reason\x12#\n\x07\x65xtents\x18\x03 \x01(\x0b\x32\x12.kvpool.v1.Extents\x12\x1d\n\x04gone\x18\x04 \x01(\x0b\x32\x0f.kvpool.v1.Gone\x12\r\n\x05\x65poch\x18\x05 \x01(\x04J\x04\x08\x06\x10\x10"T\n\x04Gone\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.kvpool.v1.GoneReason\x12\x0e\n\x06\x61go_ms\x18\x02 \x01(\x04\x12\x0f\n\x07idle_ms\x18\x03 \x01(\x04J\x04\x08\x04\x10\x08")\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x0cJ\x04\x08\x02\x10\x08"&\n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\rJ\x04\x08\x02\x10\x08"&\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x0cJ\x04\x08\x02\x10\x08"$\n\nRenewReply\x12\x10\n\x08lease_ms\x18\x01 \x01(\rJ\x04\x08\x02\x10\x08"\xd9\x01\n\x0eReserveRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x0c\x12*\n\x0bparent_kind\x18\x03 \x01(\x0e\x32\x15.kvpool.v1.ParentKind\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\r\n\x05\x63hain\x18\x05 \x01(\x0c\x12\x11\n\tpart_from\x18\x06 \x01(\r\x12\x0f\n\x07part_to\x18\x07 \x01(\r\x12\r\n\x05nodes\x18\x08 \x03(\t\x12\x11\n\tworker_id\x18\t \x01(\x04J\x04\x08\n\x10\x10"\x92\x02\n\x0cReserveReply\x12\x17\n\x0f\x61nswered_blocks\x18\x01 \x01(\r\x12!\n\x06reason\x18\x02 \x01(\x0e\x32\x11.kvpool.v1.Reason\x12\x12\n\nrun_offset\x18\x03 \x03(\r\x12\x12\n\nrun_blocks\x18\x04 \x03(\r\x12\x15\n\rrun_part_from\x18\x05 \x03(\r\x12\x13\n\x0brun_part_to\x18\x06 \x03(\r\x12&\n\trun_state\x18\x07 \x03(\x0e\x32\x13.kvpool.v1.RunState\x12#\n\x07\x65xtents\x18\x08 \x01(\x0b\x32\x12.kvpool.v1.Extents\x12\x10\n\x08write_ms\x18\t \x01(\r\x12\r\n\x05\x65poch\x18\n \x01(\x04J\x04\x08\x0b\x10\x18"\x8b\x01\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x0c\x12\x11\n\tpart_from\x18\x02 \x01(\r\x12\x0f\n\x07part_to\x18\x03 \x01(\r\x12\x16\n\x0e\x62locks_written\x18\x04 \x01(\r\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x11\n\tworker_id\x18\x06 \x01(\x04J\x04\x08\x07\x10\x10"Q\n\x0b\x43ommitReply\x12\x18\n\x10\x63ommitted_blocks\x18\x01 \x01(\r\x12\x13\n\x0blost_blocks\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04J\x04\x08\x04\x10\x08"`\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x0c\x12\x0e\n\x06writer\x18\x02 \x01(\x08\x12\x11\n\tpart_from\x18\x03 \x01(\r\x12\x0f\n\x07part_to\x18\x04 \x01(\rJ\x04\x08\x05\x10\x10"#\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08J\x04\x08\x02\x10\x08"O\n\rRemoveRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0bskip_blocks\x18\x03 \x01(\rJ\x04\x08\x04\x10\x08"+\n\x0bRemoveReply\x12\x16\n\x0eremoved_blocks\x18\x01 \x01(\rJ\x04\x08\x02\x10\x08"*\n\x0cPurgeRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0cJ\x04\x08\x02\x10\x08")\n\nPurgeReply\x12\x15\n\rpurged_blocks\x18\x01 \x01(\x04J\x04\x08\x02\x10\x08"^\n\x0cSegmentOffer\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\nslab_bytes\x18\x03 \x01(\x04\x12\x11\n\tnuma_node\x18\x04 \x01(\x05J\x04\x08\x05\x10\x10"h\n\x0fRegisterRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12)\n\x08segments\x18\x03 \x03(\x0b\x32\x17.kvpool.v1.SegmentOfferJ\x04\x08\x04\x10 "z\n\rRegisterReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x17\n\x0fsegment_handles\x18\x02 \x03(\r\x12\x14\n\x0cheartbeat_ms\x18\x03 \x01(\r\x12\x12\n\nsuspect_ms\x18\x04 \x01(\r\x12\x11\n\tretire_ms\x18\x05 \x01(\rJ\x04\x08\x06\x10 "\xa1\x01\n\tSessionUp\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12)\n\x0bslabs_bound\x18\x03 \x03(\x0b\x32\x14.kvpool.v1.SlabBound\x12\x14\n\x0cworkers_gone\x18\x04 \x03(\x04\x12\'\n\nbad_blocks\x18\x05 \x03(\x0b\x32\x13.kvpool.v1.BadBlockJ\x04\x08\x06\x10 "R\n\tSlabBound\x12\x0f\n\x07segment\x18\x01 \x01(\r\x12\x0c\n\x04slab\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04">\n\x08\x42\x61\x64\x42lock\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\r\n\x05stamp\x18\x03 \x01(\x04"\\\n\x0bSessionDown\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\'\n\nbind_slabs\x18\x02 \x03(\x0b\x32\x13.kvpool.v1.BindSlab\x12\x0f\n\x07retired\x18\x03 \x01(\x08J\x04\x08\x04\x10 "=\n\x08\x42indSlab\x12\x0f\n\x07segment\x18\x01 \x01(\r\x12\x0c\n\x04slab\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04"5\n\rRetireRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04"\r\n\x0bRetireReply"\x0f\n\rStatusRequest"\x84\x01\n\x0fNamespaceStatus\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.kvpool.v1.NamespaceSpec\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x14\n\x0cstored_bytes\x18\x04 \x01(\x04\x12\r\n\x05spans\x18\x05 \x01(\x04"\x95\x01\n\rSegmentStatus\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x05 \x01(\x04\x12\r\n\x05slabs\x18\x06 \x01(\r\x12\x13\n\x0bslabs_bound\x18\x07 \x01(\r"\x9d\x01\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0cstate_reason\x18\x04 \x01(\t\x12\x18\n\x10heartbeat_age_ms\x18\x05 \x01(\x04\x12*\n\x08segments\x18\x06 \x03(\x0b\x32\x18.kvpool.v1.SegmentStatus"\xbc\x01\n\x0bStatusReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12.\n\nnamespaces\x18\x04 \x03(\x0b\x32\x1a.kvpool.v1.NamespaceStatus\x12$\n\x05nodes\x18\x05 \x03(\x0b\x32\x15.kvpool.v1.NodeStatus\x12\x0e\n\x06leases\x18\x06 \x01(\x04\x12\x14\n\x0creservations\x18\x07 \x01(\x04"\x18\n\x16\x43heckInvariantsRequest"-\n\x14\x43heckInvariantsReply\x12\x15\n\rspans_checked\x18\x01 \x01(\x04"\x93\x01\n\x0cLocalRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.LocalHelloH\x00\x12-\n\tbad_block\x18\x02 \x01(\x0b\x32\x18.kvpool.v1.LocalBadBlockH\x00\x12$\n\x04ping\x18\x03 \x01(\x0b\x32\x14.kvpool.v1.LocalPingH\x00\x42\x06\n\x04kind",\n\nLocalHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t"f\n\rLocalBadBlock\x12"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.kvpool.v1.BadBlock\x12\x0f\n\x07segment\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04"\x0b\n\tLocalPing"w\n\nLocalReply\x12\x14\n\x0c\x65rror_reason\x18\x01 \x01(\t\x12\x12\n\nerror_text\x18\x02 \x01(\t\x12(\n\x07welcome\x18\x03 \x01(\x0b\x32\x17.kvpool.v1.LocalWelcome\x12\x15\n\rbad_confirmed\x18\x04 \x01(\x08"\x81\x01\n\x0cLocalWelcome\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\x04\x12)\n\x08segments\x18\x05 \x03(\x0b\x32\x17.kvpool.v1.LocalSegment"U\n\x0cLocalSegment\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\nslab_bytes\x18\x04 \x01(\x04*=\n\x05\x45ntry\x12\x15\n\x11\x45NTRY_UNSPECIFIED\x10\x00\x12\x0e\n\nENTRY_ROOT\x10\x01\x12\r\n\tENTRY_ANY\x10\x02*\xd5\x02\n\x06Reason\x12\x0f\n\x0bREASON_NONE\x10\x00\x12\x16\n\x12REASON_UNKNOWN_KEY\x10\x01\x12\x0f\n\x0bREASON_HOLE\x10\x02\x12\x18\n\x14REASON_BEING_WRITTEN\x10\x03\x12\x17\n\x13REASON_PART_MISSING\x10\x04\x12\x14\n\x10REASON_NODE_AWAY\x10\x05\x12\x13\n\x0fREASON_CONFLICT\x10\x06\x12\x13\n\x0fREASON_NO_SPACE\x10\x07\x12\x18\n\x14REASON_RESERVE_SHARE\x10\x08\x12\x12\n\x0eREASON_NO_NODE\x10\t\x12\x17\n\x13REASON_SLAB_PENDING\x10\n\x12\x1a\n\x16REASON_TOO_MANY_LEASES\x10\x0b\x12 \n\x1cREASON_TOO_MANY_RESERVATIONS\x10\x0c\x12\x13\n\x0fREASON_STARTING\x10\r"\x04\x08\x0e\x10\x1f*\xb6\x01\n\nGoneReason\x12\x14\n\x10GONE_UNSPECIFIED\x10\x00\x12\x10\n\x0cGONE_EVICTED\x10\x01\x12\x13\n\x0fGONE_INCOMPLETE\x10\x02\x12\x10\n\x0cGONE_REMOVED\x10\x03\x12\x0f\n\x0bGONE_PURGED\x10\x04\x12\x12\n\x0eGONE_BAD_BYTES\x10\x05\x12\x15\n\x11GONE_NODE_RETIRED\x10\x06\x12\x17\n\x13GONE_WRITE_GIVEN_UP\x10\x07"\x04\x08\x08\x10\x0f*Y\n\nParentKind\x12\x16\n\x12PARENT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPARENT_ROOT\x10\x01\x12\x0e\n\nPARENT_KEY\x10\x02\x12\x12\n\x0ePARENT_UNKNOWN\x10\x03*U\n\x08RunState\x12\x13\n\x0fRUN_UNSPECIFIED\x10\x00\x12\x0e\n\nRUN_EXISTS\x10\x01\x12\x15\n\x11RUN_BEING_WRITTEN\x10\x02\x12\r\n\tRUN_YOURS\x10\x03\x32\xea\x04\n\x04Pool\x12O\n\rOpenNamespace\x12\x1f.kvpool.v1.OpenNamespaceRequest\x1a\x1d.kvpool.v1.OpenNamespaceReply\x12:\n\x06Lookup\x12\x18.kvpool.v1.LookupRequest\x1a\x16.kvpool.v1.LookupReply\x12\x34\n\x04Peek\x12\x16.kvpool.v1.PeekRequest\x1a\x14.kvpool.v1.PeekReply\x12=\n\x07Release\x12\x19.kvpool.v1.ReleaseRequest\x1a\x17.kvpool.v1.ReleaseReply\x12\x37\n\x05Renew\x12\x17.kvpool.v1.RenewRequest\x1a\x15.kvpool.v1.RenewReply\x12=\n\x07Reserve\x12\x19.kvpool.v1.ReserveRequest\x1a\x17.kvpool.v1.ReserveReply\x12:\n\x06\x43ommit\x12\x18.kvpool.v1.CommitRequest\x1a\x16.kvpool.v1.CommitReply\x12\x37\n\x05\x41\x62ort\x12\x17.kvpool.v1.AbortRequest\x1a\x15.kvpool.v1.AbortReply\x12:\n\x06Remove\x12\x18.kvpool.v1.RemoveRequest\x1a\x16.kvpool.v1.RemoveReply\x12\x37\n\x05Purge\x12\x17.kvpool.v1.PurgeRequest\x1a\x15.kvpool.v1.PurgeReply2\xc2\x01\n\x05Nodes\x12@\n\x08Register\x12\x1a.kvpool.v1.RegisterRequest\x1a\x18.kvpool.v1.RegisterReply\x12;\n\x07Session\x12\x14.kvpool.v1.SessionUp\x1a\x16.kvpool.v1.SessionDown(\x01\x30\x01\x12:\n\x06Retire\x12\x18.kvpool.v1.RetireRequest\x1a\x16.kvpool.v1.RetireReply2\x9a\x01\n\x05\x41\x64min\x12:\n\x06Status\x12\x18.kvpool.v1.StatusRequest\x1a\x16.kvpool.v1.StatusReply\x12U\n\x0f\x43heckInvariants\x12!.kvpool.v1.CheckInvariantsRequest\x1a\x1f.kvpool.v1.CheckInvariantsReplyb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvpool_proto/pool.proto\x12\tkvpool.v1\"\x90\x02\n\rNamespaceSpec\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cquantisation\x18\x05 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\r\n\x05parts\x18\x07 \x01(\r\x12\x12\n\npart_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06layout\x18\t \x01(\t\x12\x11\n\tkey_bytes\x18\n \x01(\r\x12\x13\n\x0bhash_scheme\x18\x0b \x01(\t\x12\x11\n\thash_seed\x18\x0c \x01(\t\x12\x1f\n\x05\x65ntry\x18\r \x01(\x0e\x32\x10.kvpool.v1.EntryJ\x04\x08\x0e\x10 \"Z\n\x14OpenNamespaceRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.NamespaceSpec\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x0cJ\x04\x08\x03\x10\x10\"m\n\x12OpenNamespaceReply\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x18\n\x10\x63hain_blocks_max\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04J\x04\x08\x05\x10\x10\"\x97\x01\n\x07\x45xtents\x12\x0e\n\x06offset\x18\x01 \x03(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x0f\n\x07segment\x18\x03 \x03(\r\x12\x12\n\nfirst_slot\x18\x04 \x03(\r\x12\x11\n\tpart_from\x18\x05 \x03(\r\x12\x0f\n\x07part_to\x18\x06 \x03(\r\x12\r\n\x05stamp\x18\x07 \x03(\x06\x12\x0e\n\x06stride\x18\x08 \x03(\rJ\x04\x08\t\x10\x10\"a\n\rLookupRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0bskip_blocks\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\x0cJ\x04\x08\x05\x10\x10\"\x90\x01\n\x0bLookupReply\x12\x12\n\nhit_blocks\x18\x01 \x01(\r\x12!\n\x06reason\x18\x02 \x01(\x0e\x32\x11.kvpool.v1.Reason\x12#\n\x07\x65xtents\x18\x03 \x01(\x0b\x32\x12.kvpool.v1.Extents\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04J\x04\x08\x06\x10\x10\"^\n\x0bPeekRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0bskip_blocks\x18\x03 \x01(\r\x12\x0f\n\x07\x65xplain\x18\x04 \x01(\x08J\x04\x08\x05\x10\x10\"\x9b\x01\n\tPeekReply\x12\x12\n\nhit_blocks\x18\x01 \x01(\r\x12!\n\x06reason\x18\x02 \x01(\x0e\x32\x11.kvpool.v1.Reason\x12#\n\x07\x65xtents\x18\x03 \x01(\x0b\x32\x12.kvpool.v1.Extents\x12\x1d\n\x04gone\x18\x04 \x01(\x0b\x32\x0f.kvpool.v1.Gone\x12\r\n\x05\x65poch\x18\x05 \x01(\x04J\x04\x08\x06\x10\x10\"T\n\x04Gone\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.kvpool.v1.GoneReason\x12\x0e\n\x06\x61go_ms\x18\x02 \x01(\x04\x12\x0f\n\x07idle_ms\x18\x03 \x01(\x04J\x04\x08\x04\x10\x08\")\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x0cJ\x04\x08\x02\x10\x08\"&\n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\rJ\x04\x08\x02\x10\x08\"&\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x0cJ\x04\x08\x02\x10\x08\"$\n\nRenewReply\x12\x10\n\x08lease_ms\x18\x01 \x01(\rJ\x04\x08\x02\x10\x08\"\xd9\x01\n\x0eReserveRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x0c\x12*\n\x0bparent_kind\x18\x03 \x01(\x0e\x32\x15.kvpool.v1.ParentKind\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\r\n\x05\x63hain\x18\x05 \x01(\x0c\x12\x11\n\tpart_from\x18\x06 \x01(\r\x12\x0f\n\x07part_to\x18\x07 \x01(\r\x12\r\n\x05nodes\x18\x08 \x03(\t\x12\x11\n\tworker_id\x18\t \x01(\x04J\x04\x08\n\x10\x10\"\x92\x02\n\x0cReserveReply\x12\x17\n\x0f\x61nswered_blocks\x18\x01 \x01(\r\x12!\n\x06reason\x18\x02 \x01(\x0e\x32\x11.kvpool.v1.Reason\x12\x12\n\nrun_offset\x18\x03 \x03(\r\x12\x12\n\nrun_blocks\x18\x04 \x03(\r\x12\x15\n\rrun_part_from\x18\x05 \x03(\r\x12\x13\n\x0brun_part_to\x18\x06 \x03(\r\x12&\n\trun_state\x18\x07 \x03(\x0e\x32\x13.kvpool.v1.RunState\x12#\n\x07\x65xtents\x18\x08 \x01(\x0b\x32\x12.kvpool.v1.Extents\x12\x10\n\x08write_ms\x18\t \x01(\r\x12\r\n\x05\x65poch\x18\n \x01(\x04J\x04\x08\x0b\x10\x18\"\x8b\x01\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x0c\x12\x11\n\tpart_from\x18\x02 \x01(\r\x12\x0f\n\x07part_to\x18\x03 \x01(\r\x12\x16\n\x0e\x62locks_written\x18\x04 \x01(\r\x12\r\n\x05\x66inal\x18\x05 \x01(\x08\x12\x11\n\tworker_id\x18\x06 \x01(\x04J\x04\x08\x07\x10\x10\"Q\n\x0b\x43ommitReply\x12\x18\n\x10\x63ommitted_blocks\x18\x01 \x01(\r\x12\x13\n\x0blost_blocks\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04J\x04\x08\x04\x10\x08\"`\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x0c\x12\x0e\n\x06writer\x18\x02 \x01(\x08\x12\x11\n\tpart_from\x18\x03 \x01(\r\x12\x0f\n\x07part_to\x18\x04 \x01(\rJ\x04\x08\x05\x10\x10\"#\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08J\x04\x08\x02\x10\x08\"O\n\rRemoveRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0bskip_blocks\x18\x03 \x01(\rJ\x04\x08\x04\x10\x08\"+\n\x0bRemoveReply\x12\x16\n\x0eremoved_blocks\x18\x01 \x01(\rJ\x04\x08\x02\x10\x08\"*\n\x0cPurgeRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0cJ\x04\x08\x02\x10\x08\")\n\nPurgeReply\x12\x15\n\rpurged_blocks\x18\x01 \x01(\x04J\x04\x08\x02\x10\x08\"^\n\x0cSegmentOffer\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\nslab_bytes\x18\x03 \x01(\x04\x12\x11\n\tnuma_node\x18\x04 \x01(\x05J\x04\x08\x05\x10\x10\"h\n\x0fRegisterRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12)\n\x08segments\x18\x03 \x03(\x0b\x32\x17.kvpool.v1.SegmentOfferJ\x04\x08\x04\x10 \"z\n\rRegisterReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x17\n\x0fsegment_handles\x18\x02 \x03(\r\x12\x14\n\x0cheartbeat_ms\x18\x03 \x01(\r\x12\x12\n\nsuspect_ms\x18\x04 \x01(\r\x12\x11\n\tretire_ms\x18\x05 \x01(\rJ\x04\x08\x06\x10 \"\xa1\x01\n\tSessionUp\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12)\n\x0bslabs_bound\x18\x03 \x03(\x0b\x32\x14.kvpool.v1.SlabBound\x12\x14\n\x0cworkers_gone\x18\x04 \x03(\x04\x12\'\n\nbad_blocks\x18\x05 \x03(\x0b\x32\x13.kvpool.v1.BadBlockJ\x04\x08\x06\x10 \"R\n\tSlabBound\x12\x0f\n\x07segment\x18\x01 \x01(\r\x12\x0c\n\x04slab\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\">\n\x08\x42\x61\x64\x42lock\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\r\n\x05stamp\x18\x03 \x01(\x04\"\\\n\x0bSessionDown\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\'\n\nbind_slabs\x18\x02 \x03(\x0b\x32\x13.kvpool.v1.BindSlab\x12\x0f\n\x07retired\x18\x03 \x01(\x08J\x04\x08\x04\x10 \"=\n\x08\x42indSlab\x12\x0f\n\x07segment\x18\x01 \x01(\r\x12\x0c\n\x04slab\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\"5\n\rRetireRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\r\n\x0bRetireReply\"\x0f\n\rStatusRequest\"\x84\x01\n\x0fNamespaceStatus\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.kvpool.v1.NamespaceSpec\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x14\n\x0cstored_bytes\x18\x04 \x01(\x04\x12\r\n\x05spans\x18\x05 \x01(\x04\"\x95\x01\n\rSegmentStatus\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x05 \x01(\x04\x12\r\n\x05slabs\x18\x06 \x01(\r\x12\x13\n\x0bslabs_bound\x18\x07 \x01(\r\"\x9d\x01\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0cstate_reason\x18\x04 \x01(\t\x12\x18\n\x10heartbeat_age_ms\x18\x05 \x01(\x04\x12*\n\x08segments\x18\x06 \x03(\x0b\x32\x18.kvpool.v1.SegmentStatus\"\xbc\x01\n\x0bStatusReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12.\n\nnamespaces\x18\x04 \x03(\x0b\x32\x1a.kvpool.v1.NamespaceStatus\x12$\n\x05nodes\x18\x05 \x03(\x0b\x32\x15.kvpool.v1.NodeStatus\x12\x0e\n\x06leases\x18\x06 \x01(\x04\x12\x14\n\x0creservations\x18\x07 \x01(\x04\"\x18\n\x16\x43heckInvariantsRequest\"-\n\x14\x43heckInvariantsReply\x12\x15\n\rspans_checked\x18\x01 \x01(\x04\"\x93\x01\n\x0cLocalRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.LocalHelloH\x00\x12-\n\tbad_block\x18\x02 \x01(\x0b\x32\x18.kvpool.v1.LocalBadBlockH\x00\x12$\n\x04ping\x18\x03 \x01(\x0b\x32\x14.kvpool.v1.LocalPingH\x00\x42\x06\n\x04kind\",\n\nLocalHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\"f\n\rLocalBadBlock\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.kvpool.v1.BadBlock\x12\x0f\n\x07segment\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\"\x0b\n\tLocalPing\"w\n\nLocalReply\x12\x14\n\x0c\x65rror_reason\x18\x01 \x01(\t\x12\x12\n\nerror_text\x18\x02 \x01(\t\x12(\n\x07welcome\x18\x03 \x01(\x0b\x32\x17.kvpool.v1.LocalWelcome\x12\x15\n\rbad_confirmed\x18\x04 \x01(\x08\"\x81\x01\n\x0cLocalWelcome\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\x04\x12)\n\x08segments\x18\x05 \x03(\x0b\x32\x17.kvpool.v1.LocalSegment\"U\n\x0cLocalSegment\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\nslab_bytes\x18\x04 \x01(\x04*=\n\x05\x45ntry\x12\x15\n\x11\x45NTRY_UNSPECIFIED\x10\x00\x12\x0e\n\nENTRY_ROOT\x10\x01\x12\r\n\tENTRY_ANY\x10\x02*\xd5\x02\n\x06Reason\x12\x0f\n\x0bREASON_NONE\x10\x00\x12\x16\n\x12REASON_UNKNOWN_KEY\x10\x01\x12\x0f\n\x0bREASON_HOLE\x10\x02\x12\x18\n\x14REASON_BEING_WRITTEN\x10\x03\x12\x17\n\x13REASON_PART_MISSING\x10\x04\x12\x14\n\x10REASON_NODE_AWAY\x10\x05\x12\x13\n\x0fREASON_CONFLICT\x10\x06\x12\x13\n\x0fREASON_NO_SPACE\x10\x07\x12\x18\n\x14REASON_RESERVE_SHARE\x10\x08\x12\x12\n\x0eREASON_NO_NODE\x10\t\x12\x17\n\x13REASON_SLAB_PENDING\x10\n\x12\x1a\n\x16REASON_TOO_MANY_LEASES\x10\x0b\x12 \n\x1cREASON_TOO_MANY_RESERVATIONS\x10\x0c\x12\x13\n\x0fREASON_STARTING\x10\r\"\x04\x08\x0e\x10\x1f*\xb6\x01\n\nGoneReason\x12\x14\n\x10GONE_UNSPECIFIED\x10\x00\x12\x10\n\x0cGONE_EVICTED\x10\x01\x12\x13\n\x0fGONE_INCOMPLETE\x10\x02\x12\x10\n\x0cGONE_REMOVED\x10\x03\x12\x0f\n\x0bGONE_PURGED\x10\x04\x12\x12\n\x0eGONE_BAD_BYTES\x10\x05\x12\x15\n\x11GONE_NODE_RETIRED\x10\x06\x12\x17\n\x13GONE_WRITE_GIVEN_UP\x10\x07\"\x04\x08\x08\x10\x0f*Y\n\nParentKind\x12\x16\n\x12PARENT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPARENT_ROOT\x10\x01\x12\x0e\n\nPARENT_KEY\x10\x02\x12\x12\n\x0ePARENT_UNKNOWN\x10\x03*U\n\x08RunState\x12\x13\n\x0fRUN_UNSPECIFIED\x10\x00\x12\x0e\n\nRUN_EXISTS\x10\x01\x12\x15\n\x11RUN_BEING_WRITTEN\x10\x02\x12\r\n\tRUN_YOURS\x10\x03\x32\xea\x04\n\x04Pool\x12O\n\rOpenNamespace\x12\x1f.kvpool.v1.OpenNamespaceRequest\x1a\x1d.kvpool.v1.OpenNamespaceReply\x12:\n\x06Lookup\x12\x18.kvpool.v1.LookupRequest\x1a\x16.kvpool.v1.LookupReply\x12\x34\n\x04Peek\x12\x16.kvpool.v1.PeekRequest\x1a\x14.kvpool.v1.PeekReply\x12=\n\x07Release\x12\x19.kvpool.v1.ReleaseRequest\x1a\x17.kvpool.v1.ReleaseReply\x12\x37\n\x05Renew\x12\x17.kvpool.v1.RenewRequest\x1a\x15.kvpool.v1.RenewReply\x12=\n\x07Reserve\x12\x19.kvpool.v1.ReserveRequest\x1a\x17.kvpool.v1.ReserveReply\x12:\n\x06\x43ommit\x12\x18.kvpool.v1.CommitRequest\x1a\x16.kvpool.v1.CommitReply\x12\x37\n\x05\x41\x62ort\x12\x17.kvpool.v1.AbortRequest\x1a\x15.kvpool.v1.AbortReply\x12:\n\x06Remove\x12\x18.kvpool.v1.RemoveRequest\x1a\x16.kvpool.v1.RemoveReply\x12\x37\n\x05Purge\x12\x17.kvpool.v1.PurgeRequest\x1a\x15.kvpool.v1.PurgeReply2\xc2\x01\n\x05Nodes\x12@\n\x08Register\x12\x1a.kvpool.v1.RegisterRequest\x1a\x18.kvpool.v1.RegisterReply\x12;\n\x07Session\x12\x14.kvpool.v1.SessionUp\x1a\x16.kvpool.v1.SessionDown(\x01\x30\x01\x12:\n\x06Retire\x12\x18.kvpool.v1.RetireRequest\x1a\x16.kvpool.v1.RetireReply2\x9a\x01\n\x05\x41\x64min\x12:\n\x06Status\x12\x18.kvpool.v1.StatusRequest\x1a\x16.kvpool.v1.StatusReply\x12U\n\x0f\x43heckInvariants\x12!.kvpool.v1.CheckInvariantsRequest\x1a\x1f.kvpool.v1.CheckInvariantsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "kvpool_proto.pool_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool_proto.pool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_ENTRY"]._serialized_start = 4733
-    _globals["_ENTRY"]._serialized_end = 4794
-    _globals["_REASON"]._serialized_start = 4797
-    _globals["_REASON"]._serialized_end = 5138
-    _globals["_GONEREASON"]._serialized_start = 5141
-    _globals["_GONEREASON"]._serialized_end = 5323
-    _globals["_PARENTKIND"]._serialized_start = 5325
-    _globals["_PARENTKIND"]._serialized_end = 5414
-    _globals["_RUNSTATE"]._serialized_start = 5416
-    _globals["_RUNSTATE"]._serialized_end = 5501
-    _globals["_NAMESPACESPEC"]._serialized_start = 39
-    _globals["_NAMESPACESPEC"]._serialized_end = 311
-    _globals["_OPENNAMESPACEREQUEST"]._serialized_start = 313
-    _globals["_OPENNAMESPACEREQUEST"]._serialized_end = 403
-    _globals["_OPENNAMESPACEREPLY"]._serialized_start = 405
-    _globals["_OPENNAMESPACEREPLY"]._serialized_end = 514
-    _globals["_EXTENTS"]._serialized_start = 517
-    _globals["_EXTENTS"]._serialized_end = 668
-    _globals["_LOOKUPREQUEST"]._serialized_start = 670
-    _globals["_LOOKUPREQUEST"]._serialized_end = 767
-    _globals["_LOOKUPREPLY"]._serialized_start = 770
-    _globals["_LOOKUPREPLY"]._serialized_end = 914
-    _globals["_PEEKREQUEST"]._serialized_start = 916
-    _globals["_PEEKREQUEST"]._serialized_end = 1010
-    _globals["_PEEKREPLY"]._serialized_start = 1013
-    _globals["_PEEKREPLY"]._serialized_end = 1168
-    _globals["_GONE"]._serialized_start = 1170
-    _globals["_GONE"]._serialized_end = 1254
-    _globals["_RELEASEREQUEST"]._serialized_start = 1256
-    _globals["_RELEASEREQUEST"]._serialized_end = 1297
-    _globals["_RELEASEREPLY"]._serialized_start = 1299
-    _globals["_RELEASEREPLY"]._serialized_end = 1337
-    _globals["_RENEWREQUEST"]._serialized_start = 1339
-    _globals["_RENEWREQUEST"]._serialized_end = 1377
-    _globals["_RENEWREPLY"]._serialized_start = 1379
-    _globals["_RENEWREPLY"]._serialized_end = 1415
-    _globals["_RESERVEREQUEST"]._serialized_start = 1418
-    _globals["_RESERVEREQUEST"]._serialized_end = 1635
-    _globals["_RESERVEREPLY"]._serialized_start = 1638
-    _globals["_RESERVEREPLY"]._serialized_end = 1912
-    _globals["_COMMITREQUEST"]._serialized_start = 1915
-    _globals["_COMMITREQUEST"]._serialized_end = 2054
-    _globals["_COMMITREPLY"]._serialized_start = 2056
-    _globals["_COMMITREPLY"]._serialized_end = 2137
-    _globals["_ABORTREQUEST"]._serialized_start = 2139
-    _globals["_ABORTREQUEST"]._serialized_end = 2235
-    _globals["_ABORTREPLY"]._serialized_start = 2237
-    _globals["_ABORTREPLY"]._serialized_end = 2272
-    _globals["_REMOVEREQUEST"]._serialized_start = 2274
-    _globals["_REMOVEREQUEST"]._serialized_end = 2353
-    _globals["_REMOVEREPLY"]._serialized_start = 2355
-    _globals["_REMOVEREPLY"]._serialized_end = 2398
-    _globals["_PURGEREQUEST"]._serialized_start = 2400
-    _globals["_PURGEREQUEST"]._serialized_end = 2442
-    _globals["_PURGEREPLY"]._serialized_start = 2444
-    _globals["_PURGEREPLY"]._serialized_end = 2485
-    _globals["_SEGMENTOFFER"]._serialized_start = 2487
-    _globals["_SEGMENTOFFER"]._serialized_end = 2581
-    _globals["_REGISTERREQUEST"]._serialized_start = 2583
-    _globals["_REGISTERREQUEST"]._serialized_end = 2687
-    _globals["_REGISTERREPLY"]._serialized_start = 2689
-    _globals["_REGISTERREPLY"]._serialized_end = 2811
-    _globals["_SESSIONUP"]._serialized_start = 2814
-    _globals["_SESSIONUP"]._serialized_end = 2975
-    _globals["_SLABBOUND"]._serialized_start = 2977
-    _globals["_SLABBOUND"]._serialized_end = 3059
-    _globals["_BADBLOCK"]._serialized_start = 3061
-    _globals["_BADBLOCK"]._serialized_end = 3123
-    _globals["_SESSIONDOWN"]._serialized_start = 3125
-    _globals["_SESSIONDOWN"]._serialized_end = 3217
-    _globals["_BINDSLAB"]._serialized_start = 3219
-    _globals["_BINDSLAB"]._serialized_end = 3280
-    _globals["_RETIREREQUEST"]._serialized_start = 3282
-    _globals["_RETIREREQUEST"]._serialized_end = 3335
-    _globals["_RETIREREPLY"]._serialized_start = 3337
-    _globals["_RETIREREPLY"]._serialized_end = 3350
-    _globals["_STATUSREQUEST"]._serialized_start = 3352
-    _globals["_STATUSREQUEST"]._serialized_end = 3367
-    _globals["_NAMESPACESTATUS"]._serialized_start = 3370
-    _globals["_NAMESPACESTATUS"]._serialized_end = 3502
-    _globals["_SEGMENTSTATUS"]._serialized_start = 3505
-    _globals["_SEGMENTSTATUS"]._serialized_end = 3654
-    _globals["_NODESTATUS"]._serialized_start = 3657
-    _globals["_NODESTATUS"]._serialized_end = 3814
-    _globals["_STATUSREPLY"]._serialized_start = 3817
-    _globals["_STATUSREPLY"]._serialized_end = 4005
-    _globals["_CHECKINVARIANTSREQUEST"]._serialized_start = 4007
-    _globals["_CHECKINVARIANTSREQUEST"]._serialized_end = 4031
-    _globals["_CHECKINVARIANTSREPLY"]._serialized_start = 4033
-    _globals["_CHECKINVARIANTSREPLY"]._serialized_end = 4078
-    _globals["_LOCALREQUEST"]._serialized_start = 4081
-    _globals["_LOCALREQUEST"]._serialized_end = 4228
-    _globals["_LOCALHELLO"]._serialized_start = 4230
-    _globals["_LOCALHELLO"]._serialized_end = 4274
-    _globals["_LOCALBADBLOCK"]._serialized_start = 4276
-    _globals["_LOCALBADBLOCK"]._serialized_end = 4378
-    _globals["_LOCALPING"]._serialized_start = 4380
-    _globals["_LOCALPING"]._serialized_end = 4391
-    _globals["_LOCALREPLY"]._serialized_start = 4393
-    _globals["_LOCALREPLY"]._serialized_end = 4512
-    _globals["_LOCALWELCOME"]._serialized_start = 4515
-    _globals["_LOCALWELCOME"]._serialized_end = 4644
-    _globals["_LOCALSEGMENT"]._serialized_start = 4646
-    _globals["_LOCALSEGMENT"]._serialized_end = 4731
-    _globals["_POOL"]._serialized_start = 5504
-    _globals["_POOL"]._serialized_end = 6122
-    _globals["_NODES"]._serialized_start = 6125
-    _globals["_NODES"]._serialized_end = 6319
-    _globals["_ADMIN"]._serialized_start = 6322
-    _globals["_ADMIN"]._serialized_end = 6476
+  DESCRIPTOR._loaded_options = None
+  _globals['_ENTRY']._serialized_start=4733
+  _globals['_ENTRY']._serialized_end=4794
+  _globals['_REASON']._serialized_start=4797
+  _globals['_REASON']._serialized_end=5138
+  _globals['_GONEREASON']._serialized_start=5141
+  _globals['_GONEREASON']._serialized_end=5323
+  _globals['_PARENTKIND']._serialized_start=5325
+  _globals['_PARENTKIND']._serialized_end=5414
+  _globals['_RUNSTATE']._serialized_start=5416
+  _globals['_RUNSTATE']._serialized_end=5501
+  _globals['_NAMESPACESPEC']._serialized_start=39
+  _globals['_NAMESPACESPEC']._serialized_end=311
+  _globals['_OPENNAMESPACEREQUEST']._serialized_start=313
+  _globals['_OPENNAMESPACEREQUEST']._serialized_end=403
+  _globals['_OPENNAMESPACEREPLY']._serialized_start=405
+  _globals['_OPENNAMESPACEREPLY']._serialized_end=514
+  _globals['_EXTENTS']._serialized_start=517
+  _globals['_EXTENTS']._serialized_end=668
+  _globals['_LOOKUPREQUEST']._serialized_start=670
+  _globals['_LOOKUPREQUEST']._serialized_end=767
+  _globals['_LOOKUPREPLY']._serialized_start=770
+  _globals['_LOOKUPREPLY']._serialized_end=914
+  _globals['_PEEKREQUEST']._serialized_start=916
+  _globals['_PEEKREQUEST']._serialized_end=1010
+  _globals['_PEEKREPLY']._serialized_start=1013
+  _globals['_PEEKREPLY']._serialized_end=1168
+  _globals['_GONE']._serialized_start=1170
+  _globals['_GONE']._serialized_end=1254
+  _globals['_RELEASEREQUEST']._serialized_start=1256
+  _globals['_RELEASEREQUEST']._serialized_end=1297
+  _globals['_RELEASEREPLY']._serialized_start=1299
+  _globals['_RELEASEREPLY']._serialized_end=1337
+  _globals['_RENEWREQUEST']._serialized_start=1339
+  _globals['_RENEWREQUEST']._serialized_end=1377
+  _globals['_RENEWREPLY']._serialized_start=1379
+  _globals['_RENEWREPLY']._serialized_end=1415
+  _globals['_RESERVEREQUEST']._serialized_start=1418
+  _globals['_RESERVEREQUEST']._serialized_end=1635
+  _globals['_RESERVEREPLY']._serialized_start=1638
+  _globals['_RESERVEREPLY']._serialized_end=1912
+  _globals['_COMMITREQUEST']._serialized_start=1915
+  _globals['_COMMITREQUEST']._serialized_end=2054
+  _globals['_COMMITREPLY']._serialized_start=2056
+  _globals['_COMMITREPLY']._serialized_end=2137
+  _globals['_ABORTREQUEST']._serialized_start=2139
+  _globals['_ABORTREQUEST']._serialized_end=2235
+  _globals['_ABORTREPLY']._serialized_start=2237
+  _globals['_ABORTREPLY']._serialized_end=2272
+  _globals['_REMOVEREQUEST']._serialized_start=2274
+  _globals['_REMOVEREQUEST']._serialized_end=2353
+  _globals['_REMOVEREPLY']._serialized_start=2355
+  _globals['_REMOVEREPLY']._serialized_end=2398
+  _globals['_PURGEREQUEST']._serialized_start=2400
+  _globals['_PURGEREQUEST']._serialized_end=2442
+  _globals['_PURGEREPLY']._serialized_start=2444
+  _globals['_PURGEREPLY']._serialized_end=2485
+  _globals['_SEGMENTOFFER']._serialized_start=2487
+  _globals['_SEGMENTOFFER']._serialized_end=2581
+  _globals['_REGISTERREQUEST']._serialized_start=2583
+  _globals['_REGISTERREQUEST']._serialized_end=2687
+  _globals['_REGISTERREPLY']._serialized_start=2689
+  _globals['_REGISTERREPLY']._serialized_end=2811
+  _globals['_SESSIONUP']._serialized_start=2814
+  _globals['_SESSIONUP']._serialized_end=2975
+  _globals['_SLABBOUND']._serialized_start=2977
+  _globals['_SLABBOUND']._serialized_end=3059
+  _globals['_BADBLOCK']._serialized_start=3061
+  _globals['_BADBLOCK']._serialized_end=3123
+  _globals['_SESSIONDOWN']._serialized_start=3125
+  _globals['_SESSIONDOWN']._serialized_end=3217
+  _globals['_BINDSLAB']._serialized_start=3219
+  _globals['_BINDSLAB']._serialized_end=3280
+  _globals['_RETIREREQUEST']._serialized_start=3282
+  _globals['_RETIREREQUEST']._serialized_end=3335
+  _globals['_RETIREREPLY']._serialized_start=3337
+  _globals['_RETIREREPLY']._serialized_end=3350
+  _globals['_STATUSREQUEST']._serialized_start=3352
+  _globals['_STATUSREQUEST']._serialized_end=3367
+  _globals['_NAMESPACESTATUS']._serialized_start=3370
+  _globals['_NAMESPACESTATUS']._serialized_end=3502
+  _globals['_SEGMENTSTATUS']._serialized_start=3505
+  _globals['_SEGMENTSTATUS']._serialized_end=3654
+  _globals['_NODESTATUS']._serialized_start=3657
+  _globals['_NODESTATUS']._serialized_end=3814
+  _globals['_STATUSREPLY']._serialized_start=3817
+  _globals['_STATUSREPLY']._serialized_end=4005
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_start=4007
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_end=4031
+  _globals['_CHECKINVARIANTSREPLY']._serialized_start=4033
+  _globals['_CHECKINVARIANTSREPLY']._serialized_end=4078
+  _globals['_LOCALREQUEST']._serialized_start=4081
+  _globals['_LOCALREQUEST']._serialized_end=4228
+  _globals['_LOCALHELLO']._serialized_start=4230
+  _globals['_LOCALHELLO']._serialized_end=4274
+  _globals['_LOCALBADBLOCK']._serialized_start=4276
+  _globals['_LOCALBADBLOCK']._serialized_end=4378
+  _globals['_LOCALPING']._serialized_start=4380
+  _globals['_LOCALPING']._serialized_end=4391
+  _globals['_LOCALREPLY']._serialized_start=4393
+  _globals['_LOCALREPLY']._serialized_end=4512
+  _globals['_LOCALWELCOME']._serialized_start=4515
+  _globals['_LOCALWELCOME']._serialized_end=4644
+  _globals['_LOCALSEGMENT']._serialized_start=4646
+  _globals['_LOCALSEGMENT']._serialized_end=4731
+  _globals['_POOL']._serialized_start=5504
+  _globals['_POOL']._serialized_end=6122
+  _globals['_NODES']._serialized_start=6125
+  _globals['_NODES']._serialized_end=6319
+  _globals['_ADMIN']._serialized_start=6322
+  _globals['_ADMIN']._serialized_end=6476
 # @@protoc_insertion_point(module_scope)

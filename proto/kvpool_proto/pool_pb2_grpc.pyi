@@ -530,7 +530,9 @@ class NodesStub(typing.Generic[_NodesRegisterType, _NodesSessionType, _NodesReti
     """Offers a node's segments. Refused while another live incarnation of the same id is there."""
 
     Session: _NodesSessionType
-    """Heartbeats up, orders down. Breaking it makes the node suspect at once."""
+    """Heartbeats up, orders down. The Master answers the first message at once; it ends the session of a node that
+    is not registered with NODE_UNKNOWN. A session that breaks makes its node suspect at once.
+    """
 
     Retire: _NodesRetireType
     """The node leaves for good: its blocks are dropped, its segments forgotten."""
@@ -567,7 +569,9 @@ class NodesServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[kvpool_proto.pool_pb2.SessionUp],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvpool_proto.pool_pb2.SessionDown], collections.abc.AsyncIterator[kvpool_proto.pool_pb2.SessionDown]]:
-        """Heartbeats up, orders down. Breaking it makes the node suspect at once."""
+        """Heartbeats up, orders down. The Master answers the first message at once; it ends the session of a node that
+        is not registered with NODE_UNKNOWN. A session that breaks makes its node suspect at once.
+        """
 
     @abc.abstractmethod
     def Retire(

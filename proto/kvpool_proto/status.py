@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from kvpool_proto.errors import BY_REASON, DOMAIN, KVPoolError, Unreachable
 

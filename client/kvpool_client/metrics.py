@@ -1,0 +1,126 @@
+"""Every metric of the node client, read from its parts at each scrape.
+
+Rules
+  - METRICS is the list: name as exposed -> use. Exactly these are exported, always all of them.
+  - Units stand last; a counter ends in _total and falls only with a new process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvpool_client.local_server import LocalServer
+from kvpool_client.node import Node
+from kvpool_client.owned_segment import OwnedSegment
+from kvpool_client.registration import Registration
+from kvpool_client.session import State
+
+METRICS: Final[dict[str, str]] = {
+    # what this node gives
+    "kvpool_client_segment_bytes": "DRAM that this node offers to the pool, by segment.",
+    "kvpool_client_segment_slabs": "Slabs of a segment.",
+    "kvpool_client_segment_slabs_bound": "Of these, bound to a slot size: all bound means that no other size fits.",
+    "kvpool_client_prefault_seconds": "How long the start took to allocate and touch the segments.",
+    # its workers
+    "kvpool_client_workers_attached": "Workers that map the segments now.",
+    "kvpool_client_workers_gone_total": "Workers whose lock went: their open writes were given up.",
+    "kvpool_client_local_connections": "Open connections on the Unix socket.",
+    "kvpool_client_blocks_checked_total": "Blocks that workers reported as bad and that were checked again.",
+    "kvpool_client_blocks_bad_total": "Of these, really bad and reported to the Master: above 0, suspect the memory.",
+    # the Master
+    "kvpool_client_session_state": "1 for the state of the session (joining, serving, fenced, draining, stopped).",
+    "kvpool_client_master_epoch": "The Master's life that is obeyed; 0 before the first.",
+    "kvpool_client_heartbeats_sent_total": "Heartbeats and reports sent.",
+    "kvpool_client_heartbeat_failures_total": "Times that the Master was not reached, broke off or refused for now.",
+    "kvpool_client_reconnects_total": "Sessions opened after the first.",
+    # the process
+    "kvpool_client_memory_bytes": "Resident memory of the process without shared pages (segments).",
+    "kvpool_client_build_info": "1, with the version.",
+}
+
+_OF_SEGMENT: Final[dict[str, Callable[[OwnedSegment], int]]] = {
+    "kvpool_client_segment_bytes": lambda segment: segment.size_bytes,
+    "kvpool_client_segment_slabs": lambda segment: segment.slabs,
+    "kvpool_client_segment_slabs_bound": lambda segment: segment.slabs_bound,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the numbers come from."""
+
+    node: Node
+    registration: Registration
+    local: LocalServer
+    prefault_s: float
+    version: str
+
+
+class NodeCollector(Collector):
+    """Reads `sources` at each scrape."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per name of METRICS."""
+        yield from self._segments()
+        node, counts = self._sources.node, self._sources.registration.counts
+        yield _gauge("kvpool_client_prefault_seconds", self._sources.prefault_s)
+        yield _gauge("kvpool_client_workers_attached", node.workers.attached)
+        yield _counter("kvpool_client_workers_gone_total", node.workers.gone_total)
+        yield _gauge("kvpool_client_local_connections", self._sources.local.open_connections)
+        yield _counter("kvpool_client_blocks_checked_total", node.blocks_checked_total)
+        yield _counter("kvpool_client_blocks_bad_total", node.blocks_bad_total)
+        states = GaugeMetricFamily(*_named("kvpool_client_session_state"), labels=["state"])
+        for state in State:
+            states.add_metric([state.value], float(state is self._sources.registration.state))
+        yield states
+        yield _gauge("kvpool_client_master_epoch", node.epoch)
+        yield _counter("kvpool_client_heartbeats_sent_total", counts.heartbeats_sent)
+        yield _counter("kvpool_client_heartbeat_failures_total", counts.failures)
+        yield _counter("kvpool_client_reconnects_total", max(0, counts.sessions_opened - 1))
+        yield _gauge("kvpool_client_memory_bytes", _private_bytes())
+        build = GaugeMetricFamily(*_named("kvpool_client_build_info"), labels=["version"])
+        build.add_metric([self._sources.version], 1)
+        yield build
+
+    def _segments(self) -> Iterator[Metric]:
+        for name, value in _OF_SEGMENT.items():
+            family = GaugeMetricFamily(*_named(name), labels=["segment"])
+            for segment in self._sources.node.segments:
+                family.add_metric([str(segment.plan.index)], value(segment))
+            yield family
+
+
+def exposition(sources: Sources) -> Callable[[], bytes]:
+    """A function that answers the text format of a scrape. The registry is our own."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(NodeCollector(sources))
+    return lambda: generate_latest(registry)
+
+
+def _named(name: str) -> tuple[str, str]:
+    return name, METRICS[name]
+
+
+def _gauge(name: str, value: float) -> Metric:
+    return GaugeMetricFamily(*_named(name), value=value)
+
+
+def _counter(name: str, value: float) -> Metric:
+    return CounterMetricFamily(name.removesuffix("_total"), METRICS[name], value=value)
+
+
+def _private_bytes() -> int:
+    """Resident less shared, of /proc: the second and third word of statm, in pages."""
+    words = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,298 @@
+"""Carries out what session.py decides: registers, keeps the session stream, retires.
+
+Rules
+  - A channel and a thread of its own; heartbeats leave from gRPC's sending thread, so that neither a long order nor a
+    slow call delays them.
+  - Every call has a deadline; there is no end of trying again.
+  - Events of a stream that was closed are dropped.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from kvpool_client.clock import Clock
+from kvpool_client.logs import Log
+from kvpool_client.node import Node
+from kvpool_client.session import (
+    Announce,
+    Bind,
+    Clear,
+    Cleared,
+    CloseSession,
+    Due,
+    Event,
+    Failed,
+    Forgotten,
+    Heard,
+    HeartbeatOk,
+    Instruction,
+    Left,
+    ObeyEpoch,
+    OpenSession,
+    Order,
+    Probe,
+    Refused,
+    Register,
+    Registered,
+    Retire,
+    Session,
+    State,
+    Stop,
+)
+from kvpool_proto import pool_pb2 as pb
+from kvpool_proto import pool_pb2_grpc
+from kvpool_proto.errors import BadRequest, KVPoolError, StaleIncarnation, UnknownNode, UnknownSegment
+from kvpool_proto.status import from_rpc_error
+
+EVENTS_MAX: Final = 1024
+HEARTBEAT_MS_MIN: Final = 10
+SILENCE_MS_DEFAULT: Final = 5_000
+
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # ours is above it
+)
+_AWAY: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start."""
+
+    heartbeats_sent: int = 0
+    failures: int = 0
+    """Times that the Master was not reached, broke off, or refused for now."""
+    sessions_opened: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    call: Any
+    number: int
+
+
+class Registration:
+    """Keeps `node` registered at the Master at `target` from start() to stop().
+
+    ended: set when it has stopped; `refused` then says why, if the Master turned it away for good.
+    """
+
+    def __init__(
+        self, target: str, node: Node, rpc_timeout_ms: int, backoff_max_ms: int, clock: Clock, log: Log
+    ) -> None:
+        self.counts = Counts()
+        self.serving = threading.Event()
+        self.ended = threading.Event()
+        self.refused: str | None = None
+        self._node = node
+        self._timeout_s = rpc_timeout_ms / 1000
+        self._clock = clock
+        self._log = log
+        self._session = Session(node.incarnation, backoff_max_ms)
+        self._heartbeat_s = 1.0
+        self._events: queue.Queue[tuple[_Stream | None, Event]] = queue.Queue(EVENTS_MAX)
+        self._stream: _Stream | None = None
+        self._target = target
+        self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
+
+    @property
+    def state(self) -> State:
+        """Where the session stands."""
+        return self._session.state
+
+    def start(self) -> None:
+        """Begin to register; returns at once."""
+        self._channel: Any = grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+        self._stub = pool_pb2_grpc.NodesStub(self._channel)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Retire and end. Takes a few rpc_timeout_ms at most."""
+        self._events.put((None, Stop()))
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._session.state is not State.STOPPED:
+                self._drive(self._next_event())
+        except Exception as error:
+            self.refused = f"a bug in the node client: {error!r}"
+            self._log.error("registration_failed", text=self.refused)
+            raise
+        finally:
+            self._close_session()
+            self._channel.close()
+            self.ended.set()
+
+    def _next_event(self) -> Event:
+        wake_ms = self._session.wake_ms()
+        while True:
+            left_s = None if wake_ms is None else max(0.0, (wake_ms - self._clock.now_ms()) / 1000)
+            try:
+                stream, event = self._events.get(timeout=left_s)
+            except queue.Empty:
+                return Due()
+            if stream is None or stream is self._stream:
+                return event
+
+    def _drive(self, event: Event) -> None:
+        """Apply an event and those that come of it."""
+        events = deque([event])
+        while events:
+            event = events.popleft()
+            before = self._session.state
+            instructions = self._session.apply(event, self._clock.now_ms())
+            self._session.check()
+            self._tell(event, before)
+            for instruction in instructions:
+                came = self._perform(instruction)
+                if came is not None:
+                    events.append(came)
+
+    def _tell(self, event: Event, before: State) -> None:
+        """Log and count what changed."""
+        session = self._session
+        if isinstance(event, Failed):
+            self.counts.failures += 1
+            self._log.warning("master_away", why=event.why, retry_in_ms=(session.wake_ms() or 0) - self._clock.now_ms())
+        if isinstance(event, Refused) and session.state is State.STOPPED:
+            self.refused = event.why
+            self._log.error("refused", why=event.why)
+        if session.state is not before:
+            self._log.info(
+                "session", state=session.state.value, why=session.why, epoch=session.epoch,
+                incarnation=session.incarnation
+            )  # fmt: skip
+        if session.state is State.SERVING:
+            self.serving.set()
+        else:
+            self.serving.clear()
+
+    def _perform(self, instruction: Instruction) -> Event | None:
+        match instruction:
+            case Register(incarnation):
+                return self._register(incarnation)
+            case OpenSession():
+                self._open_session()
+            case CloseSession():
+                self._close_session()
+            case Probe():
+                return self._probe()
+            case Announce(handles):
+                self._node.announce(handles)
+            case ObeyEpoch(epoch):
+                self._node.obey(epoch)
+            case Bind(orders):
+                self._bind(orders)
+            case Clear():
+                return Cleared(self._node.clear())
+            case Retire(incarnation):
+                return self._retire(incarnation)
+        return None
+
+    def _register(self, incarnation: int) -> Event:
+        offers = self._node.offers()
+        request = pb.RegisterRequest(node_id=self._node.node_id, incarnation=incarnation, segments=offers)
+        try:
+            reply = self._stub.Register(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            refusal = from_rpc_error(error)
+            if isinstance(refusal, StaleIncarnation | BadRequest):
+                return Refused(f"{refusal.reason}: {refusal}")
+            return self._failed(str(refusal))
+        if len(reply.segment_handles) != len(offers) or not reply.epoch:
+            return self._failed("the Master's answer does not fit the offer")
+        self._heartbeat_s = max(HEARTBEAT_MS_MIN, reply.heartbeat_ms) / 1000
+        return Registered(reply.epoch, tuple(reply.segment_handles), reply.suspect_ms or SILENCE_MS_DEFAULT)
+
+    def _open_session(self) -> None:
+        number = self._node.outbox.open()
+        call: Any = self._stub.Session(self._heartbeats(number, self._session.incarnation))
+        stream = self._stream = _Stream(call, number)
+        self.counts.sessions_opened += 1
+        threading.Thread(target=self._listen, args=(stream,), name="session-reader", daemon=True).start()
+
+    def _close_session(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            self._node.outbox.close()
+            stream.call.cancel()
+
+    def _heartbeats(self, number: int, incarnation: int) -> Iterator[pb.SessionUp]:
+        """What we say on a session: reports at once, and something at least every heartbeat. Runs in gRPC's thread."""
+        wait_s = 0.0
+        while True:
+            self._node.poll_workers()
+            message = pb.SessionUp(node_id=self._node.node_id, incarnation=incarnation)
+            if not self._node.outbox.fill(message, number, wait_s):
+                return
+            self.counts.heartbeats_sent += 1
+            wait_s = self._heartbeat_s
+            yield message
+
+    def _listen(self, stream: _Stream) -> None:
+        """Hand what the Master says on a stream to our thread."""
+        try:
+            for message in stream.call:
+                orders = tuple(Order(order.segment, order.slab, order.slot_bytes) for order in message.bind_slabs)
+                self._hand_over(stream, Heard(message.epoch, orders, message.retired))
+            event: Event = self._failed("the Master ended the session")
+        except grpc.RpcError as error:
+            event = self._why_ended(from_rpc_error(error))
+        self._hand_over(stream, event)
+
+    def _hand_over(self, stream: _Stream, event: Event) -> None:
+        while self._stream is stream:
+            try:
+                self._events.put((stream, event), timeout=0.5)
+                break
+            except queue.Full:
+                continue
+
+    def _why_ended(self, error: KVPoolError) -> Event:
+        if isinstance(error, UnknownNode | UnknownSegment):
+            return Forgotten()
+        if isinstance(error, StaleIncarnation | BadRequest):
+            return Refused(f"{error.reason}: {error}")
+        return self._failed(str(error))
+
+    def _probe(self) -> Event:
+        """Standard health check on the session's own connection: any answer will do."""
+        check = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            check(b"", timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            refusal: Any = error
+            if refusal.code() in _AWAY:
+                return self._failed(f"silent: {refusal.details()}")
+        return HeartbeatOk()
+
+    def _bind(self, orders: tuple[Order, ...]) -> None:
+        for order in orders:
+            try:
+                self._node.bind(order)
+            except KVPoolError as error:
+                self._log.error("order_refused", segment=order.segment, slab=order.slab, text=str(error))
+
+    def _retire(self, incarnation: int) -> Event:
+        request = pb.RetireRequest(node_id=self._node.node_id, incarnation=incarnation)
+        try:
+            self._stub.Retire(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            self._log.warning("retire_not_told", incarnation=incarnation, text=str(from_rpc_error(error)))
+        return Left()
+
+    def _failed(self, why: str) -> Failed:
+        return Failed(why, random.random())

@@ -1,0 +1,123 @@
+"""The list of metrics is what is exported, values come from the snapshot, and the cheap histogram is right."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpool_master.core.messages import GoneReason, Reason
+from kvpool_master.core.snapshot import (
+    NamespaceCounters,
+    NamespaceSnapshot,
+    NodeSnapshot,
+    PoolCounters,
+    SegmentSnapshot,
+    Snapshot,
+)
+from kvpool_master.metrics import METRICS, Histogram, MasterCollector, RpcTimes, exposition, registry_of
+from kvpool_proto.namespace import NamespaceSpec
+from unit.master_double import picture
+
+SPEC = NamespaceSpec(model='odd "name"\n', block_tokens=16, part_bytes=4096, dtype="float16")
+NAME = SPEC.id.hex()[:12]
+EMPTY = picture()
+
+
+def full() -> Snapshot:
+    asked = NamespaceCounters(
+        lookups=3,
+        lookup_blocks=10,
+        hit_blocks=4,
+        short_lookups={Reason.UNKNOWN_KEY: 2},
+        short_reserves={Reason.NO_SPACE: 1},
+        stored_blocks=5,
+        gone_blocks={GoneReason.EVICTED: 6},
+    )
+    pool = PoolCounters(leases_granted=9, evict_blocked={"leased": 2})
+    pool.evicted(4, 4_000)
+    pool.evicted(2, 90_000_000)
+    segment = SegmentSnapshot(3, 1, 1 << 20, 4096, 100, 200, 50, 16, 2)
+    return picture(
+        namespaces=(NamespaceSnapshot(SPEC.id, SPEC, 5, 20_480, 2, asked),),
+        nodes=(NodeSnapshot("a", 4, "up", "", 12, (segment,)),),
+        leases=1,
+        reservations=2,
+        ring_blocks=3,
+        directory_bytes=99,
+        counters=pool,
+    )
+
+
+def scraped(snapshot: Snapshot, times: RpcTimes | None = None) -> bytes:
+    collector = MasterCollector(
+        snapshot=lambda: snapshot,
+        rpc_times=times or RpcTimes(),
+        late=Histogram((1.0,)),
+        failed_ticks=lambda: 0,
+        sessions=lambda: 1,
+        version="1.2",
+    )
+    return exposition(registry_of(collector))
+
+
+def samples(text: bytes) -> dict[tuple[str, tuple[str, ...]], float]:
+    families = text_string_to_metric_families(text.decode())
+    return {(s.name, tuple(sorted(s.labels.values()))): s.value for family in families for s in family.samples}
+
+
+def test_exactly_the_list_is_exported_even_when_nothing_happened() -> None:
+    for snapshot in (EMPTY, full()):
+        types = [line.split()[2] for line in scraped(snapshot).decode().splitlines() if line.startswith("# TYPE")]
+        assert sorted(types) == sorted(METRICS)
+
+
+def test_values_and_labels() -> None:
+    got = samples(scraped(full()))
+    where = (NAME, SPEC.model)
+    expected = {
+        ("kvpool_master_lookup_blocks_total", where): 10,
+        ("kvpool_master_lookup_tokens_total", where): 160,
+        ("kvpool_master_hit_tokens_total", where): 64,
+        ("kvpool_master_stored_tokens_total", where): 80,
+        ("kvpool_master_resident_bytes", where): 20_480,
+        ("kvpool_master_short_lookups_total", (*where, "unknown_key")): 2,
+        ("kvpool_master_allocation_failures_total", (*where, "no_space")): 1,
+        ("kvpool_master_gone_blocks_total", (*where, "evicted")): 6,
+        ("kvpool_master_nodes", ("up",)): 1,
+        ("kvpool_master_nodes", ("suspect",)): 0,
+        ("kvpool_master_segment_bytes", ("a", "1")): 1 << 20,
+        ("kvpool_master_segment_reserved_bytes", ("a", "1")): 50,
+        ("kvpool_master_segment_deferred_bytes", ("a", "1")): 200,
+        ("kvpool_master_leases_granted_total", ()): 9,
+        ("kvpool_master_leases_live", ()): 1,
+        ("kvpool_master_reservations_live", ()): 2,
+        ("kvpool_master_gone_ring_blocks", ()): 3,
+        ("kvpool_master_directory_bytes", ()): 99,
+        ("kvpool_master_evict_blocked_total", ("leased",)): 2,
+        ("kvpool_master_evicted_idle_seconds_bucket", ("1.0",)): 0,
+        ("kvpool_master_evicted_idle_seconds_bucket", ("5.0",)): 4,
+        ("kvpool_master_evicted_idle_seconds_bucket", ("+Inf",)): 6,
+        ("kvpool_master_evicted_idle_seconds_count", ()): 6,
+        ("kvpool_master_evicted_idle_seconds_sum", ()): 4 * 4 + 2 * 90_000,
+        ("kvpool_master_epoch", ()): 7,
+        ("kvpool_master_build_info", ("1.2",)): 1,
+    }
+    assert {key: got.get((key[0], tuple(sorted(key[1])))) for key in expected} == expected
+    assert got["kvpool_master_memory_bytes", ()] > 1 << 20
+
+
+def test_rpc_times_by_method_and_code() -> None:
+    times = RpcTimes()
+    for seconds in (1e-5, 1e-4, 1.5e-4, 30.0):
+        times.observe("Lookup", "OK", seconds)
+    times.observe("Lookup", "NOT_FOUND", 0.1)
+    got = samples(scraped(EMPTY, times))
+    buckets = [got["kvpool_master_rpc_seconds_bucket", (le, "Lookup", "OK")] for le in ("0.0001", "0.0002", "1.0")]
+    assert buckets == [2, 3, 3]
+    assert got["kvpool_master_rpc_seconds_count", ("Lookup", "OK")] == 4
+    assert got["kvpool_master_rpc_seconds_count", ("Lookup", "NOT_FOUND")] == 1
+
+
+def test_the_names_are_well_formed() -> None:
+    for name, use in METRICS.items():
+        assert name.startswith("kvpool_master_")
+        assert use.endswith(".")
