@@ -38,6 +38,10 @@ class LocalNode(Protocol):
         """Check a slot again and see to the report. Raises KVPoolError."""
         ...
 
+    def used(self, use: pb.LocalUse) -> None:
+        """Take in what a worker did with the pool."""
+        ...
+
 
 class LocalServer:
     """Serves workers on `path` until stop(), which removes the file. Raises StartError."""
@@ -107,6 +111,9 @@ class LocalServer:
                     return pb.LocalReply(welcome=welcome)
                 case "bad_block":
                     return pb.LocalReply(bad_confirmed=self._node.report_bad(request.bad_block))
+                case "use":
+                    self._node.used(request.use)
+                    return pb.LocalReply()
                 case "ping":
                     return pb.LocalReply()
                 case _:

@@ -89,6 +89,10 @@ class LocalClient:
         _close_all(fds)
         return reply.bad_confirmed
 
+    def report_use(self, use: pb.LocalUse) -> None:
+        """Tell the node client what this worker did, for its metrics."""
+        _close_all(self._call(pb.LocalRequest(use=use))[1])
+
     def ping(self) -> None:
         """Return if the node client answers."""
         _close_all(self._call(pb.LocalRequest(ping=pb.LocalPing()))[1])

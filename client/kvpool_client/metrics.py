@@ -35,6 +35,23 @@ METRICS: Final[dict[str, str]] = {
     "kvpool_client_local_connections": "Open connections on the Unix socket.",
     "kvpool_client_blocks_checked_total": "Blocks that workers reported as bad and that were checked again.",
     "kvpool_client_blocks_bad_total": "Of these, really bad and reported to the Master: above 0, suspect the memory.",
+    # what its workers did, by namespace
+    "kvpool_client_lookups_total": "Lookups of this node's workers, by namespace.",
+    "kvpool_client_lookup_blocks_total": "Blocks they asked for beyond what HBM holds.",
+    "kvpool_client_lookup_tokens_total": "The same in tokens.",
+    "kvpool_client_hit_blocks_total": "Of these, found; over lookup_blocks, the hit rate of this node.",
+    "kvpool_client_hit_tokens_total": "The same in tokens.",
+    "kvpool_client_loaded_blocks_total": "Blocks copied into HBM and verified; below hit_blocks: see short_calls.",
+    "kvpool_client_loaded_tokens_total": "The same in tokens: prefill that was really saved.",
+    "kvpool_client_loaded_bytes_total": "The same in bytes, all parts; over load_seconds, the speed of loads.",
+    "kvpool_client_load_seconds_total": "Time spent in loads.",
+    "kvpool_client_stored_blocks_total": "Blocks that workers stored.",
+    "kvpool_client_stored_tokens_total": "The same in tokens.",
+    "kvpool_client_stored_bytes_total": "The same in bytes, all parts; over store_seconds, the speed of stores.",
+    "kvpool_client_store_seconds_total": "Time spent in stores.",
+    "kvpool_client_existing_blocks_total": "Blocks not stored since the pool had them: work that sharing saved.",
+    "kvpool_client_verify_failures_total": "Loads that found wrong bytes and refused them: above 0, suspect memory.",
+    "kvpool_client_short_calls_total": "Lookups, loads and stores that did less than asked, by call and reason.",
     # the Master
     "kvpool_client_session_state": "1 for the state of the session (joining, serving, fenced, draining, stopped).",
     "kvpool_client_master_epoch": "The Master's life that is obeyed; 0 before the first.",
@@ -45,6 +62,25 @@ METRICS: Final[dict[str, str]] = {
     "kvpool_client_memory_bytes": "Resident memory of the process without shared pages (segments).",
     "kvpool_client_build_info": "1, with the version.",
 }
+
+_OF_NAMESPACE: Final[dict[str, tuple[str, float]]] = {
+    "kvpool_client_lookups_total": ("lookups", 1),
+    "kvpool_client_lookup_blocks_total": ("lookup_blocks", 1),
+    "kvpool_client_lookup_tokens_total": ("lookup_tokens", 1),
+    "kvpool_client_hit_blocks_total": ("hit_blocks", 1),
+    "kvpool_client_hit_tokens_total": ("hit_tokens", 1),
+    "kvpool_client_loaded_blocks_total": ("loaded_blocks", 1),
+    "kvpool_client_loaded_tokens_total": ("loaded_tokens", 1),
+    "kvpool_client_loaded_bytes_total": ("loaded_bytes", 1),
+    "kvpool_client_load_seconds_total": ("load_us", 1e-6),
+    "kvpool_client_stored_blocks_total": ("stored_blocks", 1),
+    "kvpool_client_stored_tokens_total": ("stored_tokens", 1),
+    "kvpool_client_stored_bytes_total": ("stored_bytes", 1),
+    "kvpool_client_store_seconds_total": ("store_us", 1e-6),
+    "kvpool_client_existing_blocks_total": ("existing_blocks", 1),
+    "kvpool_client_verify_failures_total": ("verify_failures", 1),
+}
+"""Metric -> the count of use.py that it tells, and its unit."""
 
 _OF_SEGMENT: Final[dict[str, Callable[[OwnedSegment], int]]] = {
     "kvpool_client_segment_bytes": lambda segment: segment.size_bytes,
@@ -80,6 +116,7 @@ class NodeCollector(Collector):
         yield _gauge("kvpool_client_local_connections", self._sources.local.open_connections)
         yield _counter("kvpool_client_blocks_checked_total", node.blocks_checked_total)
         yield _counter("kvpool_client_blocks_bad_total", node.blocks_bad_total)
+        yield from self._use()
         states = GaugeMetricFamily(*_named("kvpool_client_session_state"), labels=["state"])
         for state in State:
             states.add_metric([state.value], float(state is self._sources.registration.state))
@@ -99,6 +136,19 @@ class NodeCollector(Collector):
             for segment in self._sources.node.segments:
                 family.add_metric([str(segment.plan.index)], value(segment))
             yield family
+
+    def _use(self) -> Iterator[Metric]:
+        totals = self._sources.node.use.totals()
+        for name, (count, unit) in _OF_NAMESPACE.items():
+            family = CounterMetricFamily(name.removesuffix("_total"), METRICS[name], labels=["namespace", "model"])
+            for labels, counts in totals.items():
+                family.add_metric(labels, counts[count] * unit)
+            yield family
+        name = "kvpool_client_short_calls_total"
+        family = CounterMetricFamily(name.removesuffix("_total"), METRICS[name], labels=["call", "reason"])
+        for labels, calls in self._sources.node.use.short().items():
+            family.add_metric(labels, calls)
+        yield family
 
 
 def exposition(sources: Sources) -> Callable[[], bytes]:

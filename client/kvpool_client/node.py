@@ -18,6 +18,7 @@ from kvpool_client.logs import Log
 from kvpool_client.outbox import Outbox
 from kvpool_client.owned_segment import OwnedSegment
 from kvpool_client.session import Order
+from kvpool_client.use import UseTotals
 from kvpool_client.workers import Workers
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import ProtocolError, UnknownSegment, Unreachable
@@ -33,6 +34,7 @@ class Node:
         self.segments = tuple(segments)
         self.workers = Workers(self.segments, workers_max)
         self.outbox = Outbox()
+        self.use = UseTotals()
         self.blocks_checked_total = 0
         self.blocks_bad_total = 0
         self._clock = clock
@@ -137,6 +139,10 @@ class Node:
             )  # fmt: skip
             self.outbox.block_bad(block)
         return bad
+
+    def used(self, use: pb.LocalUse) -> None:
+        """Take in what a worker did with the pool."""
+        self.use.add(use)
 
     def poll_workers(self) -> None:
         """Find the workers that are gone; the Master will be told."""

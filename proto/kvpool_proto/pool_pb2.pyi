@@ -1226,22 +1226,26 @@ class LocalRequest(google.protobuf.message.Message):
     HELLO_FIELD_NUMBER: builtins.int
     BAD_BLOCK_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
+    USE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___LocalHello: ...
     @property
     def bad_block(self) -> Global___LocalBadBlock: ...
     @property
     def ping(self) -> Global___LocalPing: ...
+    @property
+    def use(self) -> Global___LocalUse: ...
     def __init__(
         self,
         *,
         hello: Global___LocalHello | None = ...,
         bad_block: Global___LocalBadBlock | None = ...,
         ping: Global___LocalPing | None = ...,
+        use: Global___LocalUse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bad_block", b"bad_block", "hello", b"hello", "kind", b"kind", "ping", b"ping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_block", b"bad_block", "hello", b"hello", "kind", b"kind", "ping", b"ping"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "bad_block", "ping"] | None: ...
+    def HasField(self, field_name: typing.Literal["bad_block", b"bad_block", "hello", b"hello", "kind", b"kind", "ping", b"ping", "use", b"use"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bad_block", b"bad_block", "hello", b"hello", "kind", b"kind", "ping", b"ping", "use", b"use"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "bad_block", "ping", "use"] | None: ...
 
 Global___LocalRequest: typing_extensions.TypeAlias = LocalRequest
 
@@ -1300,6 +1304,104 @@ class LocalPing(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___LocalPing: typing_extensions.TypeAlias = LocalPing
+
+@typing.final
+class LocalUse(google.protobuf.message.Message):
+    """What a worker did since its last report that was answered: the node client adds it up for its metrics."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACES_FIELD_NUMBER: builtins.int
+    @property
+    def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NamespaceUse]: ...
+    def __init__(
+        self,
+        *,
+        namespaces: collections.abc.Iterable[Global___NamespaceUse] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespaces", b"namespaces"]) -> None: ...
+
+Global___LocalUse: typing_extensions.TypeAlias = LocalUse
+
+@typing.final
+class NamespaceUse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ShortEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: builtins.int
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    LOOKUP_BLOCKS_FIELD_NUMBER: builtins.int
+    HIT_BLOCKS_FIELD_NUMBER: builtins.int
+    LOADED_BLOCKS_FIELD_NUMBER: builtins.int
+    LOADED_BYTES_FIELD_NUMBER: builtins.int
+    LOAD_US_FIELD_NUMBER: builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    STORE_US_FIELD_NUMBER: builtins.int
+    EXISTING_BLOCKS_FIELD_NUMBER: builtins.int
+    VERIFY_FAILURES_FIELD_NUMBER: builtins.int
+    SHORT_FIELD_NUMBER: builtins.int
+    namespace_id: builtins.bytes
+    model: builtins.str
+    block_tokens: builtins.int
+    lookups: builtins.int
+    lookup_blocks: builtins.int
+    """asked after skip_blocks"""
+    hit_blocks: builtins.int
+    loaded_blocks: builtins.int
+    loaded_bytes: builtins.int
+    """all parts"""
+    load_us: builtins.int
+    stored_blocks: builtins.int
+    stored_bytes: builtins.int
+    """all parts"""
+    store_us: builtins.int
+    existing_blocks: builtins.int
+    """not stored, since the pool had them"""
+    verify_failures: builtins.int
+    @property
+    def short(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Calls that did less than they were asked for: "lookup", "load" or "store", a slash, the reason."""
+
+    def __init__(
+        self,
+        *,
+        namespace_id: builtins.bytes = ...,
+        model: builtins.str = ...,
+        block_tokens: builtins.int = ...,
+        lookups: builtins.int = ...,
+        lookup_blocks: builtins.int = ...,
+        hit_blocks: builtins.int = ...,
+        loaded_blocks: builtins.int = ...,
+        loaded_bytes: builtins.int = ...,
+        load_us: builtins.int = ...,
+        stored_blocks: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
+        store_us: builtins.int = ...,
+        existing_blocks: builtins.int = ...,
+        verify_failures: builtins.int = ...,
+        short: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "existing_blocks", b"existing_blocks", "hit_blocks", b"hit_blocks", "load_us", b"load_us", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_blocks", b"lookup_blocks", "lookups", b"lookups", "model", b"model", "namespace_id", b"namespace_id", "short", b"short", "store_us", b"store_us", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "verify_failures", b"verify_failures"]) -> None: ...
+
+Global___NamespaceUse: typing_extensions.TypeAlias = NamespaceUse
 
 @typing.final
 class LocalReply(google.protobuf.message.Message):

@@ -549,14 +549,25 @@ def test_random_bytes_on_the_http_port(daemon: NodeDaemon) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 405 ")
 
 
-def test_what_is_exported_is_what_is_listed(daemon: NodeDaemon, master: NodesDouble) -> None:
+def test_what_is_exported_is_what_is_listed(daemon: NodeDaemon, master: NodesDouble, client: LocalClient) -> None:
     master.wait_heartbeats()
+    use = pb.NamespaceUse(
+        namespace_id=bytes(range(16)), model="m", block_tokens=16, lookups=1, lookup_blocks=9, hit_blocks=7,
+        loaded_blocks=5, load_us=1_500_000, short={"load/verify_failed": 1}, verify_failures=1
+    )  # fmt: skip
+    for _ in range(2):
+        client.report_use(pb.LocalUse(namespaces=[use]))
     text = get(daemon.http_port, "/metrics")[1]
     names = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     assert names == set(METRICS)
     assert 'kvpool_client_segment_bytes{segment="0"} 2.097152e+06' in text
     assert 'kvpool_client_session_state{state="serving"} 1.0' in text
     assert "kvpool_client_master_epoch 10.0" in text
+    labels = '{model="m",namespace="00010203"}'
+    assert f"kvpool_client_hit_blocks_total{labels} 14.0" in text
+    assert f"kvpool_client_hit_tokens_total{labels} 224.0" in text
+    assert f"kvpool_client_load_seconds_total{labels} 3.0" in text
+    assert 'kvpool_client_short_calls_total{call="load",reason="verify_failed"} 2.0' in text
 
 
 # -- a process of its own ------------------------------------------------------------------------------
