@@ -25,7 +25,13 @@ def test_a_split_keeps_every_slot_and_joins_again(at: int) -> None:
     head, tail = ex.split(WIDE, at)
     moved = {(block + at, part): slot for (block, part), slot in slots_of(tail).items()}
     assert slots_of(head) | moved == slots_of(WIDE)
-    assert ex.join(head, tail, at) == WIDE
+    assert ex.join(head, tail, at, lambda _: 1000) == WIDE
+
+
+def test_runs_are_not_joined_across_a_slab_border() -> None:
+    head, tail = ex.pack(0, 2, 1, 4, 0, 1, 1, 9), ex.pack(0, 2, 1, 6, 0, 1, 1, 9)
+    assert ex.count(ex.join(head, tail, 2, lambda _: 8)) == 1
+    assert ex.count(ex.join(head, tail, 2, lambda _: 6)) == 2
 
 
 @pytest.mark.parametrize("mask", range(8))

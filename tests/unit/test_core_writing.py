@@ -247,3 +247,24 @@ def test_bad_reserves_are_refused() -> None:
         world.reserve("r", chain("a"), parent=m.Parent.UNKNOWN)
     with pytest.raises(BadRequest):
         world.reserve("r", chain("a"), nodes=("a", "b", "c"))
+
+
+def test_a_part_written_on_another_node_lets_the_block_be_evicted_there_too() -> None:
+    world = World(parts=2, slots=4)
+    world.register("far", 1)
+    world.reserve("near", chain("ab"), parts=(0, 1), nodes=("n",))
+    world.commit("near", 2, parts=(0, 1), final=True)
+    world.reserve("far", chain("ab"), parts=(1, 2), nodes=("far",))
+    world.commit("far", 2, parts=(1, 2), final=True)
+    assert world.hit(chain("ab")) == 2
+    assert world.put(chain("xy"), nodes=("far",)).answered == 2
+    assert world.hit(chain("ab")) == 0
+
+
+def test_committing_in_steps_over_a_slab_border_keeps_runs_within_slabs() -> None:
+    world = World(slots=4, slabs=2)
+    world.reserve("r", chain("abcdefgh"))
+    for total in range(1, 9):
+        world.commit("r", total)
+    found = ex.extents(world.lookup(chain("abcdefgh")).extents)
+    assert sorted((one.first_slot, one.blocks) for one in found) == [(0, 4), (4, 4)]

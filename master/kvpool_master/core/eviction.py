@@ -50,9 +50,10 @@ def sweep(heap: list[Leaf]) -> None:
 class Pass:
     """One pass over the leaves of a segment of one slot size, oldest first."""
 
-    __slots__ = ("_heap", "_held", "blocked")
+    __slots__ = ("_heap", "_held", "_here", "blocked")
 
     def __init__(self, segment: Segment, slot_bytes: int) -> None:
+        self._here = {segment.handle}
         self._heap = segment.leaves.setdefault(slot_bytes, [])
         self._held: list[Leaf] = []
         self.blocked = ""
@@ -66,6 +67,8 @@ class Pass:
             age, span = entry
             if not is_leaf(span):
                 span.queued = False
+            elif not ex.touches(span.extents, self._here):
+                continue  # what it had here was cut off; the heaps of its other segments hold it
             elif age != span.age:
                 heappush(heap, (span.age, span))
             elif span.leases and span.leased_blocks() == span.blocks:

@@ -9,6 +9,7 @@ part_to - part_from, or more after some of them were given up. A span's records 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from struct import Struct
 from typing import NamedTuple
 
@@ -100,11 +101,14 @@ def touches(packed: bytes, segments: set[int]) -> bool:
     return any(record[2] in segments for record in records(packed))
 
 
-def join(head: bytes, tail: bytes, at: int) -> bytes:
-    """The runs of two spans that become one, the second starting at block `at`; touching runs become one."""
+def join(head: bytes, tail: bytes, at: int, slab_slots: Callable[[int], int]) -> bytes:
+    """The runs of two spans that become one, the second starting at block `at`; touching runs become one.
+
+    slab_slots: slots per slab of a segment; runs on both sides of a slab border do not touch in memory.
+    """
     rows: list[Record] = []
     for row in sorted([*records(head), *records(shift(tail, at))], key=_place):
-        if rows:
+        if rows and row[3] % slab_slots(row[2]):
             offset, blocks, segment, first, low, high, stride, stamp = rows[-1]
             if row[2:] == (segment, first + blocks * stride, low, high, stride, stamp) and row[0] == offset + blocks:
                 rows[-1] = (offset, blocks + row[1], segment, first, low, high, stride, stamp)

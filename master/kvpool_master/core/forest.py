@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from heapq import heappop, heappush
 
 from kvpool_master.core import extents as ex
@@ -79,7 +80,7 @@ class Forest:
     def _join(self, span: Span) -> None:
         (child,) = span.kids()
         self._space.enlist(span, child.extents)
-        join_child(span)
+        join_child(span, partial(self._space.slab_slots, span.tree.slot_bytes))
         span.queued = False
         self.settle(span)
 

@@ -191,6 +191,7 @@ class Puts:
         packed = ex.ordered(rows)
         span.extents = ex.ordered([*ex.records(span.extents), *rows]) if span.extents else packed
         self._space.enlist(span, packed)
+        span.queued = False  # it may lie in other segments now, whose heaps do not hold it yet
         piece = Piece(reservation, span, blocks, mask)
         span.writers = [*(span.writers or ()), piece]
         reservation.pieces.append(piece)

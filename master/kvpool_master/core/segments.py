@@ -108,6 +108,10 @@ class Space:
 
     # -- spans and slabs
 
+    def slab_slots(self, slot_bytes: int, handle: int) -> int:
+        """Slots of a size per slab of a segment."""
+        return self.segments[handle].allocator.runs_of(slot_bytes).per_slab
+
     def _slabs(self, packed: bytes, slot_bytes: int) -> set[tuple[int, int]]:
         segments = self.segments
         return {

@@ -13,7 +13,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain as flatten
 from itertools import repeat
 from struct import iter_unpack
@@ -296,12 +296,15 @@ def can_join(span: Span) -> bool:
     return span.have == full == child.have and len(span.keys) + len(child.keys) <= SPAN_BLOCKS_MAX * span.tree.key_bytes
 
 
-def join_child(span: Span) -> None:
-    """Take over the only child's blocks; see can_join. The child is no longer part of the tree."""
+def join_child(span: Span, slab_slots: Callable[[int], int]) -> None:
+    """Take over the only child's blocks; see can_join. The child is no longer part of the tree.
+
+    slab_slots: slots of the tree's size per slab of a segment.
+    """
     assert isinstance(span.children, tuple)
     child = span.children[0]
     at = span.blocks
-    span.extents = ex.join(span.extents, child.extents, at)
+    span.extents = ex.join(span.extents, child.extents, at, slab_slots)
     steps = [*span.steps(), *[(end + at, age) for end, age in child.steps()]]
     span.keys += child.keys
     span.set_steps(steps)
