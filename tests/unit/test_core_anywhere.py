@@ -28,6 +28,18 @@ def test_a_lookup_starts_wherever_its_first_key_is_known() -> None:
     assert world.hit(tail("abcdef", 1), skip=2) == 3
 
 
+def test_skipped_blocks_need_not_be_known() -> None:
+    world = anywhere()
+    world.put(tail("abcdef", 3), parent=Parent.UNKNOWN)
+    assert world.hit(chain("abcdef")) == 0
+    assert world.hit(chain("abcdef"), skip=3) == 3
+    assert world.hit(chain("abcdef"), skip=4) == 2
+    world.put(chain("abc"))
+    world.put(tail("abcdef", 3), parent=key("abc"))
+    assert world.hit(chain("xy") + tail("abcdef", 2), skip=2) == 0, "it follows another block"
+    assert world.do(m.Remove(world.namespace, chain("abcdef"), 4)).blocks == 2
+
+
 def test_a_put_follows_a_key() -> None:
     world = anywhere()
     world.put(chain("abc"))

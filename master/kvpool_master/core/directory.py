@@ -19,10 +19,13 @@ from kvpool_master.core.spans import Span, Tree, key_numbers
 
 @dataclass(slots=True)
 class Walk:
-    """What is known of a chain: `path` holds its first `matched` blocks, from block `first` of path[0] on."""
+    """What is known of a chain: blocks up to `matched` lie in `path`, whose first block would be chain block `base`.
+
+    base is below 0 where the way begins within a span.
+    """
 
     path: list[Span]
-    first: int
+    base: int
     matched: int
 
 
@@ -54,12 +57,18 @@ def locate(tree: Tree, key: bytes) -> tuple[Span, int] | None:
     return span, at // tree.key_bytes
 
 
-def walk(tree: Tree, chain: bytes) -> Walk:
-    """Follow a chain as far as its blocks are known, holes included."""
+def walk(tree: Tree, chain: bytes, skip: int = 0) -> Walk:
+    """Follow a chain as far as its blocks are known, holes included.
+
+    With entry = root all is followed; with entry = any the way begins at block `skip`, wherever that is known, unless
+    it is known to follow another block than the chain says.
+    """
     key_bytes = tree.key_bytes
+    size = len(chain)
     if tree.index is not None:
-        found = locate(tree, chain[:key_bytes])
-        if found is None:
+        at = skip * key_bytes
+        found = locate(tree, chain[at : at + key_bytes]) if at < size else None
+        if found is None or (skip and _before(*found) not in (b"", chain[at - key_bytes : at])):
             return Walk([], 0, 0)
         span, first = found
         keys = span.keys[first * key_bytes :]
@@ -67,20 +76,27 @@ def walk(tree: Tree, chain: bytes) -> Walk:
         start = tree.root.child(chain[:key_bytes])
         if start is None:
             return Walk([], 0, 0)
-        span, first, keys = start, 0, start.keys
+        span, first, keys, at = start, 0, start.keys, 0
+    base = at // key_bytes - first
     path: list[Span] = []
-    at = 0
-    size = len(chain)
     while True:
         path.append(span)
         if not chain.startswith(keys, at):
-            return Walk(path, first, at // key_bytes + common_blocks(keys, chain, at, key_bytes))
+            return Walk(path, base, at // key_bytes + common_blocks(keys, chain, at, key_bytes))
         at += len(keys)
         child = span.child(chain[at : at + key_bytes]) if span.children and at < size else None
         if child is None:
-            return Walk(path, first, at // key_bytes)
+            return Walk(path, base, at // key_bytes)
         span = child
         keys = span.keys
+
+
+def _before(span: Span, offset: int) -> bytes:
+    """The key of the block before a block; empty at the root and at the head of an orphan."""
+    key_bytes = span.tree.key_bytes
+    if offset:
+        return span.keys[(offset - 1) * key_bytes : offset * key_bytes]
+    return span.parent.keys[-key_bytes:] if span.parent is not None else b""
 
 
 @dataclass(slots=True)

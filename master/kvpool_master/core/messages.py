@@ -75,7 +75,7 @@ class Opened:
 class Lookup(NamedTuple):
     """Lease the longest run after `skip` blocks that can be copied now -> Hit.
 
-    An unknown key ends the run. The first `skip` blocks may be holes but must be known where entry is root.
+    An unknown key ends the run. The first `skip` blocks may be holes; where entry is root they must be known.
     The lease pins only the deepest block hit, which holds all before it; nothing is leased on a miss.
     A lease id seen before is granted anew (a retry), its old pin goes. Raises UnknownNamespace,
     KeyLengthMismatch, EmptyChain, ChainTooLong, BadId, ForeignId (the id belongs to another namespace),

@@ -22,7 +22,7 @@ from kvpool_master.core.liveness import Liveness
 from kvpool_master.core.members import Members
 from kvpool_master.core.messages import Effect, GoneReason, Reason
 from kvpool_master.core.puts import Puts
-from kvpool_master.core.runs import committed_run
+from kvpool_master.core.runs import CommittedRun, committed_run
 from kvpool_master.core.segments import Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import NamespaceCounters, PoolCounters, Snapshot
@@ -165,6 +165,10 @@ class Pool:
 
     # -- reading
 
+    def _run(self, tree: Tree, command: m.Lookup | m.Peek) -> CommittedRun:
+        found = walk(tree, command.chain, command.skip)
+        return committed_run(tree, found, command.skip, len(command.chain), self.space.hidden)
+
     def _lookup(self, command: m.Lookup, now_ms: int) -> m.Hit:
         tree = self._tree(command.namespace, command.chain)
         if len(command.lease) != m.ID_BYTES:
@@ -174,7 +178,9 @@ class Pool:
             raise ForeignId("the lease id belongs to another namespace")
         if command.lease in self.leases.overtaken:
             raise UnknownLease("the lease was released before it was granted")
-        run = committed_run(tree, walk(tree, command.chain), command.skip, len(command.chain), self.space.hidden)
+        run = committed_run(
+            tree, walk(tree, command.chain, command.skip), command.skip, len(command.chain), self.space.hidden
+        )
         counters = tree.counters
         counters.lookups += 1
         counters.lookup_blocks += max(0, len(command.chain) // tree.key_bytes - command.skip)
@@ -199,7 +205,9 @@ class Pool:
 
     def _peek(self, command: m.Peek, now_ms: int) -> m.Peeked:
         tree = self._tree(command.namespace, command.chain)
-        run = committed_run(tree, walk(tree, command.chain), command.skip, len(command.chain), self.space.hidden)
+        run = committed_run(
+            tree, walk(tree, command.chain, command.skip), command.skip, len(command.chain), self.space.hidden
+        )
         gone = None
         if command.explain and run.reason in (Reason.UNKNOWN_KEY, Reason.HOLE):
             at = (run.known if run.reason is Reason.UNKNOWN_KEY else command.skip + run.blocks) * tree.key_bytes
@@ -263,8 +271,8 @@ class Pool:
 
     def _remove(self, command: m.Remove, now_ms: int) -> m.Removed:
         tree = self._tree(command.namespace, command.chain)
-        found = walk(tree, command.chain)
-        base = -found.first  # where in the chain the span's first block would stand
+        found = walk(tree, command.chain, command.skip)
+        base = found.base  # where in the chain the span's first block would stand
         todo: list[tuple[Span, int, int]] = []
         for span in found.path:
             low, high = max(0, command.skip - base), min(span.blocks, found.matched - base)
@@ -278,11 +286,11 @@ class Pool:
     def _block_bad(self, command: m.BlockBad, now_ms: int) -> m.Removed:
         tree = self._tree(command.namespace, command.chain)
         total = len(command.chain) // tree.key_bytes
-        found = walk(tree, command.chain)
+        found = walk(tree, command.chain, total - 1)
         if found.matched < total:
             return m.Removed(0)
         span = found.path[-1]
-        at = found.first + total - 1 - sum(before.blocks for before in found.path[:-1])
+        at = total - 1 - found.base - sum([before.blocks for before in found.path[:-1]])
         stamps = {row[7] for row in ex.records(span.extents) if row[0] <= at < row[0] + row[1]}
         if command.stamp not in stamps or not span.have or span.writers:
             return m.Removed(0)

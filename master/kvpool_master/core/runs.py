@@ -33,7 +33,7 @@ def committed_run(tree: Tree, found: Walk, skip: int, chain_bytes: int, hidden: 
     """The longest run behind `skip` whose every part is committed and lies in segments that are not hidden."""
     matched = found.matched
     run = CommittedRun(0, Reason.NONE, None, 0, matched, [])
-    base = -found.first  # where in the chain the span's first block would stand
+    base = found.base  # where in the chain the span's first block would stand
     for span in found.path:
         size = span.blocks
         start = max(0, skip - base)

@@ -37,9 +37,9 @@ class Settings:
     reserve_share_permille: int = 500
     """Open and quarantined reservations hold at most this share of a segment."""
     quarantine_ms: int = 600_000
-    """Slots given up without their writer's word come back at the latest after this."""
+    """Slots given up without their writer's word come back at the latest so long after their reservation's end."""
     incomplete_grace_ms: int = 30_000
-    """Blocks that lack a part and have no writer are dropped after this."""
+    """Blocks that lack a part and have no writer are dropped after this; where room is short they go like others."""
 
     # eviction, in permille of a segment's slab bytes
     watermark_high_permille: int = 950
