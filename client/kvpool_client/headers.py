@@ -107,12 +107,23 @@ def slot_checks(headers: Array, first_slot: int, generation: int, slot_bytes: in
 
     first_slot counts through the segment. Returns uint64, one per header.
     """
-    place = np.arange(first_slot, first_slot + len(headers), dtype=np.uint64)
-    place *= _FACTORS[62]
-    life = np.uint64((generation * int(_FACTORS[63]) ^ slot_bytes * _GOLDEN) & (2**64 - 1))
-    place ^= _mix(headers)
-    place ^= life
-    return place
+    slots = np.arange(first_slot, first_slot + len(headers), dtype=np.uint64)
+    return checks_at(headers, places(slots, life(generation, slot_bytes)))
+
+
+def checks_at(headers: Array, where: U64) -> U64:
+    """The checks that `headers` (SLOT_HEADER, contiguous) should carry in the slots of `where`; see places."""
+    return _mix(headers) ^ where
+
+
+def places(slots: U64, lives: U64 | np.uint64) -> U64:
+    """What their place adds to the checks of headers. lives: of the slots' slabs; see life."""
+    return (slots * _FACTORS[62]) ^ lives
+
+
+def life(generation: int, slot_bytes: int) -> np.uint64:
+    """What a slab's generation and slot size add to the checks of its headers."""
+    return np.uint64((generation * int(_FACTORS[63]) ^ slot_bytes * _GOLDEN) & (2**64 - 1))
 
 
 def record_check(record: Array) -> U64:

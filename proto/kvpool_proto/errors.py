@@ -178,6 +178,30 @@ class Unreachable(KVPoolError):
     action = "Go on without the pool; the SDK reconnects by itself."
 
 
+class NodeUnreachable(KVPoolError):
+    """Raised by clients: no answer from the node client."""
+
+    reason = "NODE_UNREACHABLE"
+    code = "UNAVAILABLE"
+    action = "Go on without the pool; the SDK asks the node client again by itself."
+
+
+class StaleEpoch(KVPoolError):
+    """Raised by clients: the answer comes from a life of the Master that is over."""
+
+    reason = "STALE_EPOCH"
+    code = "FAILED_PRECONDITION"
+    action = "Treat it as a miss; the next call asks the Master that rules now."
+
+
+class SegmentElsewhere(KVPoolError):
+    """Raised by clients: the blocks lie in segments that are not mapped here."""
+
+    reason = "SEGMENT_ELSEWHERE"
+    code = "FAILED_PRECONDITION"
+    action = "Treat it as a miss; the node client may still have to hear of the Master's new life."
+
+
 class SlabChanged(KVPoolError):
     """Raised on a mapped segment: the slab is not, or no longer, bound to the slot size the caller was told."""
 

@@ -299,7 +299,7 @@ class Extents(google.protobuf.message.Message):
     """Runs of contiguous slots. Element i holds blocks [offset, offset + blocks) of the chain, parts
     [part_from, part_to) of each side by side: block b, part p lies in slot
     first_slot + (b - offset) * stride + (p - part_from). stride is part_to - part_from, or more where some of
-    the parts that were placed side by side have been given up since.
+    the parts that were placed side by side have been given up since. No run crosses the border of a slab.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -1,0 +1,164 @@
+"""Calls to the Master: a deadline on every one, typed errors, and no waiting for a Master that is away.
+
+Rules
+  - A call ends by its deadline, with the reply or a KVPoolError; nothing else is raised.
+  - No answer opens the breaker: from then on calls raise Unreachable at once. An empty Release, sent without waiting
+    for it, asks whether the Master is back, at intervals that grow and are spread at random. An answer closes it.
+  - The same request is sent once more only where the caller says that it may be, and within the same deadline.
+    All ids are chosen by callers, so a request that had arrived all the same changes nothing when it comes again.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from kvpool_client.clock import SYSTEM, Clock
+from kvpool_proto import pool_pb2 as pb
+from kvpool_proto.errors import DeadlinePassed, Unreachable
+from kvpool_proto.pool_pb2_grpc import PoolStub
+from kvpool_proto.status import from_rpc_error
+
+MESSAGE_BYTES_MAX: Final = 16 << 20
+PROBE_TIMEOUT_S: Final = 1.0
+BACKOFF_FIRST_MS: Final = 100
+BACKOFF_MAX_MS: Final = 3_000
+
+# gRPC waits up to two minutes between its own attempts to connect; the breaker paces calls, so it may be quicker.
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.initial_reconnect_backoff_ms", BACKOFF_FIRST_MS),
+    ("grpc.min_reconnect_backoff_ms", BACKOFF_FIRST_MS),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+_NO_ANSWER: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+
+class Breaker:
+    """Closed: calls may go. Open: they may not, and now and then a probe is due. Pure; its owner locks.
+
+    spread: a random number in [0, 1), so that many workers do not probe at once.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self._backoff_ms = BACKOFF_FIRST_MS
+        self._probe_at_ms = 0
+        self._probing = False
+
+    def answered(self) -> None:
+        """The Master answered, be it with an error of its own."""
+        self.open = self._probing = False
+        self._backoff_ms = BACKOFF_FIRST_MS
+
+    def silent(self, now_ms: int, spread: float, *, probe: bool) -> None:
+        """A call, or the probe, got no answer. Calls that were under way when the breaker opened change nothing."""
+        if self.open and not probe:
+            return
+        self.open, self._probing = True, False
+        self._probe_at_ms = now_ms + int(self._backoff_ms * (0.5 + spread))
+        self._backoff_ms = min(2 * self._backoff_ms, BACKOFF_MAX_MS)
+
+    def take_probe(self, now_ms: int) -> bool:
+        """True for the one caller who is to probe now."""
+        if not self.open or self._probing or now_ms < self._probe_at_ms:
+            return False
+        self._probing = True
+        return True
+
+
+class MasterClient:
+    """The Master at `address` ("host:port"). Thread safe. Connects by itself, when first used and ever again."""
+
+    def __init__(self, address: str, clock: Clock = SYSTEM, spread: Callable[[], float] = random.random) -> None:
+        self._clock = clock
+        self._spread = spread
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self.pool = PoolStub(self._channel)
+        self._breaker = Breaker()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def call(
+        self,
+        method: Callable[..., _Reply],
+        request: Any,
+        deadline_ms: int,
+        *,
+        again: bool = False,
+        patient: bool = False,
+    ) -> _Reply:
+        """The reply of `method`, one of self.pool, by deadline_ms on the clock.
+
+        again: send the request once more, and wait for a connection, if there was none. patient: do so whatever the
+        breaker says, for callers whom nobody waits for. Raises Unreachable without an answer, DeadlinePassed when
+        there was no time to ask, else what the Master refused with.
+        """
+        if not patient and not self._may_go():
+            raise Unreachable("the Master did not answer lately; it is being probed")
+        if deadline_ms <= self._clock.now_ms():
+            raise DeadlinePassed("no time left to ask the Master")
+        try:
+            try:
+                reply = method(request, timeout=self._left_s(deadline_ms))
+            except grpc.RpcError as error:
+                if not (again or patient) or not _silent(error):
+                    raise
+                reply = method(request, timeout=self._left_s(deadline_ms), wait_for_ready=True)
+        except grpc.RpcError as error:
+            self._note(_silent(error), probe=False)
+            raise from_rpc_error(error) from error
+        except ValueError as error:  # gRPC's word for a channel that was closed
+            raise Unreachable("the pool is closed") from error
+        self._note(False, probe=False)
+        return reply
+
+    def close(self) -> None:
+        """End the connection; calls under way raise Unreachable."""
+        with self._lock:
+            self._closed = True
+        self._channel.close()
+
+    def _may_go(self) -> bool:
+        with self._lock:
+            if not self._breaker.open:
+                return True
+            probe = not self._closed and self._breaker.take_probe(self._clock.now_ms())
+        if probe:
+            self._probe()
+        return False
+
+    def _left_s(self, deadline_ms: int) -> float:
+        return max(deadline_ms - self._clock.now_ms(), 0) / 1000
+
+    def _note(self, silent: bool, *, probe: bool) -> None:
+        with self._lock:
+            if silent:
+                self._breaker.silent(self._clock.now_ms(), self._spread(), probe=probe)
+            else:
+                self._breaker.answered()
+
+    def _probe(self) -> None:
+        try:
+            future = self.pool.Release.future(pb.ReleaseRequest(), timeout=PROBE_TIMEOUT_S, wait_for_ready=True)
+            future.add_done_callback(self._probed)
+        except ValueError:  # closed meanwhile
+            return
+
+    def _probed(self, future: Any) -> None:
+        cancelled = future.cancelled()  # by close()
+        error = None if cancelled else future.exception()
+        self._note(cancelled or (error is not None and _silent(error)), probe=True)
+
+
+def _silent(error: Any) -> bool:
+    """Did nobody answer? A status with a reason of ours is an answer, whatever its code."""
+    return error.code() in _NO_ANSWER and isinstance(from_rpc_error(error), Unreachable)
