@@ -6,6 +6,7 @@ conversation trace with salted keys, so that chains have the lengths and branche
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import os
@@ -14,10 +15,12 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from bench.report import Row, row
 from kvpool_master.core import messages as m
@@ -154,26 +157,40 @@ def conversation(key_bytes: int) -> Iterator[bytes]:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Resident memory of this process, after what is free was given back."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill(pool: Pool, namespace: bytes, key_bytes: int, most: int) -> int:
-    """Store the conversation's chains until `most` blocks are stored. Returns how many are."""
+def fill(pool: Pool, namespace: bytes, chains: Iterable[bytes], most: int) -> int:
+    """Store chains until `most` blocks are stored. Returns how many are."""
     tree = pool.namespaces[namespace].tree
-    for ident, chain in enumerate(conversation(key_bytes)):
+    for ident, chain in enumerate(chains):
         put(pool, namespace, chain, ident)
         if tree.blocks >= most:
             break
     return tree.blocks
 
 
+def _spooled(chains: Iterable[bytes], file: IO[bytes]) -> Iterator[bytes]:
+    """The same chains, read back one by one, so that making them leaves nothing in memory."""
+    for chain in chains:
+        file.write(len(chain).to_bytes(4, "little") + chain)
+    file.seek(0)
+    yield b""
+    while head := file.read(4):
+        yield file.read(int.from_bytes(head, "little"))
+
+
 def measure_memory(key_bytes: int, entry: str) -> float:
     """Resident bytes a block of a directory of 2 million blocks, in this process (start a fresh one)."""
     pool, namespace = make_pool(BLOCKS + SLAB_SLOTS, key_bytes=key_bytes, entry=entry)
-    before = resident_bytes()
-    blocks = fill(pool, namespace, key_bytes, BLOCKS)
+    with tempfile.TemporaryFile() as file:
+        chains = _spooled(conversation(key_bytes), file)
+        next(chains)
+        before = resident_bytes()
+        blocks = fill(pool, namespace, chains, BLOCKS)
     pool.apply(m.Tick(), FOREVER_MS)  # remembered reservations and deadlines go
     return (resident_bytes() - before) / blocks
 
@@ -195,7 +212,7 @@ def bench_eviction() -> list[Row]:
     took: dict[int, float] = {}
     for size in (BLOCKS // 10, BLOCKS):
         pool, namespace = make_pool(size + SLAB_SLOTS)
-        fill(pool, namespace, 16, size)
+        fill(pool, namespace, conversation(16), size)
         segment = next(iter(pool.space.segments.values()))
         slot_bytes = pool.namespaces[namespace].spec.slot_bytes
         runs = segment.allocator.runs_of(slot_bytes)
