@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.report import Row, row
 from integration.master_client import SPEC, TIMEOUT_S, Client, Node, chain
-from integration.master_process import MasterProcess
+from integration.processes import MasterProcess
 from kvpool_proto import pool_pb2 as pb
 
 BLOCKS = 1024

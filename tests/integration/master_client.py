@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from integration.master_process import MasterProcess
+from integration.processes import MasterProcess
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto import pool_pb2_grpc as pb_grpc
 from kvpool_proto.convert import spec_to_message

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from integration.master_client import KEY_BYTES, SLAB_BYTES, SPEC, TIMEOUT_S, Client, Node, chain, refused, until
-from integration.master_process import MasterProcess
+from integration.processes import MasterProcess
 from kvpool_master.metrics import METRICS
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.convert import spec_to_message

@@ -1,4 +1,4 @@
-"""A Master as users start it: a process of its own on free loopback ports."""
+"""Daemons as users start them: processes of their own on free loopback ports."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 START_S = 30.0
 STOP_S = 30.0
-_LOOPBACK = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
 
 
-class MasterProcess:
-    """Starts at once; grpc_port and http_port are known when the constructor returns."""
+class DaemonProcess:
+    """Starts at once; http_port is known when the constructor returns."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, module: str, *flags: str) -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvpool_master", "serve", "--log-json", "--debug", *_LOOPBACK, *flags],
+            [sys.executable, "-m", module, "serve", "--log-json", "--http", "127.0.0.1:0", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")},
@@ -32,15 +32,8 @@ class MasterProcess:
         self._reader.start()
         if not self._ready.wait(START_S) or not self.event("ready"):
             self.kill()
-            raise AssertionError("the Master did not start:\n" + "\n".join(self.lines))
-        ready = self.event("ready")
-        self.grpc_port = int(ready["grpc_port"])
-        self.http_port = int(ready["http_port"])
-        self.epoch = int(ready["epoch"])
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.grpc_port}"
+            raise AssertionError(f"{module} did not start:\n" + "\n".join(self.lines))
+        self.http_port = int(self.event("ready")["http_port"])
 
     def event(self, name: str) -> dict[str, Any]:
         """The first logged event of that name; empty if there is none."""
@@ -72,7 +65,7 @@ class MasterProcess:
                 self._ready.set()
         self._ready.set()
 
-    def __enter__(self) -> MasterProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -80,3 +73,28 @@ class MasterProcess:
             self.kill()
         elif self.process.stderr is not None:
             self._ended()
+
+
+class MasterProcess(DaemonProcess):
+    """grpc_port and epoch are known when the constructor returns. port: 0 for any."""
+
+    def __init__(self, *flags: str, port: int = 0) -> None:
+        super().__init__("kvpool_master", "--debug", "--listen", f"127.0.0.1:{port}", *flags)
+        ready = self.event("ready")
+        self.grpc_port = int(ready["grpc_port"])
+        self.epoch = int(ready["epoch"])
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+
+class NodeProcess(DaemonProcess):
+    """A node client with its segment and socket in `folder`."""
+
+    def __init__(self, master: str, folder: Path, *flags: str) -> None:
+        self.socket_path = str(folder / "node.sock")
+        self.segments = folder / "segments"
+        self.segments.mkdir(exist_ok=True)
+        where = ("--master", master, "--segment-dir", str(self.segments), "--socket-path", self.socket_path)
+        super().__init__("kvpool_client", *where, *flags)

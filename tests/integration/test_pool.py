@@ -1,0 +1,121 @@
+"""The whole pool: a Master, a node client and workers, each a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from integration.master_client import TIMEOUT_S, Client, until
+from integration.pool_worker import SPEC, chain, pattern
+from integration.processes import MasterProcess, NodeProcess
+from kvpool_client import Contiguous, KVPool
+from kvpool_proto import pool_pb2 as pb
+
+MIB = 1 << 20
+WORKER = Path(__file__).with_name("pool_worker.py")
+SIZES = ("--segment-bytes", str(32 * MIB), "--slab-bytes", str(4 * MIB), "--node-id", "stack")
+
+
+@dataclass
+class Stack:
+    """A running pool; its parts may be replaced by the test."""
+
+    master: MasterProcess
+    node: NodeProcess
+    folder: Path
+
+    def command(self, verb: str, blocks: int, seed: int = 1) -> list[str]:
+        words = [self.master.address, self.node.socket_path, verb, str(blocks), str(seed)]
+        return [sys.executable, str(WORKER), *words]
+
+    def work(self, verb: str, blocks: int, seed: int = 1) -> str:
+        """Run a worker to its end; what it said."""
+        done = subprocess.run(self.command(verb, blocks, seed), capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def segment(self) -> pb.SegmentStatus:
+        """The Master's view of the node's segment; the directory is sound."""
+        client = Client(self.master)
+        try:
+            client.sound()
+            status = client.admin.Status(pb.StatusRequest(), timeout=TIMEOUT_S)
+            return status.nodes[0].segments[0] if status.nodes else pb.SegmentStatus()
+        finally:
+            client.close()
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    master = MasterProcess()
+    node = NodeProcess(master.address, tmp_path, *SIZES)
+    running = Stack(master, node, tmp_path)
+    yield running
+    assert running.node.stop() == 0
+    assert list(running.node.segments.iterdir()) == [], "a clean stop leaves nothing behind"
+    assert running.master.stop() == 0
+
+
+def test_what_one_process_stores_another_loads(stack: Stack) -> None:
+    assert stack.work("load", 40) == "0 unknown_key True"
+    assert stack.work("store", 40) == "40"
+    assert stack.work("load", 40) == "40  True"
+    assert stack.work("load", 60) == "40 unknown_key True"
+    assert stack.work("store", 60) == "20"
+    assert stack.work("load", 60) == "60  True"
+    assert stack.work("load", 60, seed=2) == "0 unknown_key True"
+
+
+def test_more_than_the_pool_holds_is_evicted_and_never_wrong(stack: Stack) -> None:
+    for seed in range(12):
+        assert stack.work("store", 60, seed) == "60"
+    loaded = [stack.work("load", 60, seed).split() for seed in range(12)]
+    assert all(words[-1] == "True" for words in loaded)
+    assert loaded[-1][0] == "60"
+    assert loaded[0][0] == "0"
+    assert stack.segment().used_bytes <= 32 * MIB
+
+
+def test_a_worker_killed_between_reserve_and_commit_leaves_nothing_held(stack: Stack) -> None:
+    worker = subprocess.Popen(stack.command("die", 30), stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    with worker.stdout:
+        assert worker.stdout.readline().strip() == "30"
+        assert stack.segment().used_bytes > 0
+        assert stack.work("store", 30) == "0 being_written"
+        worker.kill()
+        worker.wait(TIMEOUT_S)
+    until(lambda: stack.segment().used_bytes == 0)
+    assert stack.segment().quarantined_bytes == 0
+    assert stack.work("store", 30) == "30"
+    assert stack.work("load", 30) == "30  True"
+
+
+def test_a_killed_master_is_a_miss_and_then_found_again(stack: Stack) -> None:
+    data = [pattern(20, part, 1) for part in range(2)]
+    with KVPool.connect(stack.master.address, stack.node.socket_path, timeout_ms=2_000) as pool:
+        space = pool.namespace(SPEC)
+        assert space.store(chain(20, 1), [Contiguous(part) for part in data]).stored_blocks == 20
+        stack.master.kill()
+        assert space.lookup(chain(20, 1)).blocks == 0
+        assert space.store(chain(20, 2), [Contiguous(part) for part in data]).stored_blocks == 0
+        stack.master = MasterProcess(port=stack.master.grpc_port)
+        until(lambda: space.store(chain(20, 1), [Contiguous(part) for part in data]).stored_blocks == 20)
+        assert stack.work("load", 20) == "20  True"
+
+
+def test_a_killed_node_client_is_a_miss_and_its_successor_cleans_up(stack: Stack) -> None:
+    assert stack.work("store", 20) == "20"
+    stack.node.kill()
+    until(lambda: stack.segment().used_bytes == 0 or stack.work("load", 20).startswith("0 "))
+    assert stack.work("load", 20).split()[0] == "0"
+    stack.node = NodeProcess(stack.master.address, stack.folder, *SIZES)
+    assert stack.node.event("stale_segment_removed") or any("stale" in line for line in stack.node.lines)
+    assert stack.work("store", 20) == "20"
+    assert stack.work("load", 20) == "20  True"
+    stack.segment()
