@@ -12,7 +12,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
-from kvpool_proto.errors import BY_REASON, DOMAIN, KVPoolError, Unreachable
+from kvpool_proto.errors import BY_REASON, DOMAIN, KVPoolError, MessageTooLarge, Unreachable
 
 DETAILS_KEY = "grpc-status-details-bin"
 CODES: dict[str, grpc.StatusCode] = {code.name: code for code in grpc.StatusCode}
@@ -28,7 +28,11 @@ def trailing_metadata(error: KVPoolError) -> tuple[tuple[str, bytes], ...]:
 
 
 def from_rpc_error(rpc_error: Any) -> KVPoolError:
-    """The KVPoolError that a grpc.RpcError of a call stands for; Unreachable if it carries no reason of ours."""
+    """The KVPoolError that a grpc.RpcError of a call stands for.
+
+    Without a reason of ours it is gRPC's own: MessageTooLarge for a message over the other side's limit, else
+    Unreachable.
+    """
     for key, value in rpc_error.trailing_metadata() or ():
         if key != DETAILS_KEY:
             continue
@@ -37,4 +41,6 @@ def from_rpc_error(rpc_error: Any) -> KVPoolError:
             info = error_details_pb2.ErrorInfo()
             if detail.Unpack(info) and info.domain == DOMAIN and info.reason in BY_REASON:
                 return BY_REASON[info.reason](status.message)
+    if rpc_error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return MessageTooLarge(f"{rpc_error.details()} (message_bytes_max of the Master)")
     return Unreachable(f"{rpc_error.code().name}: {rpc_error.details()}")

@@ -269,6 +269,7 @@ def test_a_message_over_the_limit(client: Client) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         client.lookup(chain=bytes(3 << 20))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused(lambda: client.lookup(chain=bytes(3 << 20))).reason == "MESSAGE_TOO_LARGE"
 
 
 def test_a_client_that_goes_away_in_the_middle(client: Client, node: Node) -> None:

@@ -13,7 +13,15 @@ import pytest
 from kvpool_master.core.messages import GoneReason, Reason, RunState
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.convert import spec_from_message, spec_to_message
-from kvpool_proto.errors import BY_REASON, BadNamespaceSpec, BadSegment, KVPoolError, SlotTooLarge, Unreachable
+from kvpool_proto.errors import (
+    BY_REASON,
+    BadNamespaceSpec,
+    BadSegment,
+    KVPoolError,
+    MessageTooLarge,
+    SlotTooLarge,
+    Unreachable,
+)
 from kvpool_proto.geometry import (
     check_segment,
     file_bytes,
@@ -45,11 +53,17 @@ def test_every_error_travels_with_its_reason(error: type[KVPoolError]) -> None:
     assert (type(back), str(back)) == (error, "what happened")
 
 
-def test_an_error_without_our_reason_is_unreachable() -> None:
-    rpc_error = SimpleNamespace(
-        trailing_metadata=lambda: None, code=lambda: grpc.StatusCode.UNAVAILABLE, details=lambda: "refused"
-    )
-    assert isinstance(from_rpc_error(rpc_error), Unreachable)
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, Unreachable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, Unreachable),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, MessageTooLarge),
+    ],
+)
+def test_an_error_without_our_reason_is_grpcs_own(code: grpc.StatusCode, error: type[KVPoolError]) -> None:
+    rpc_error = SimpleNamespace(trailing_metadata=lambda: None, code=lambda: code, details=lambda: "said gRPC")
+    assert type(from_rpc_error(rpc_error)) is error
 
 
 def test_the_readme_has_the_table_of_errors() -> None:
