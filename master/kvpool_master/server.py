@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -187,6 +188,7 @@ async def _serve(config: MasterConfig, log: Log) -> None:
         loop.add_signal_handler(number, stop.set)
     server = MasterServer(config, log=log)
     await server.start()
+    spare_the_directory()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     log.info(
         "ready",
@@ -203,6 +205,15 @@ async def _serve(config: MasterConfig, log: Log) -> None:
     notify_service_manager("STOPPING=1")
     await server.stop()
     log.info("stopped")
+
+
+def spare_the_directory() -> None:
+    """Keep Python's cycle collector from walking the whole directory: 200 ms at 2 million blocks, all RPCs waiting.
+
+    The core breaks its cycles when something goes, so reference counts free it. What is young is still collected.
+    """
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 1 << 30)
 
 
 def notify_service_manager(state: str) -> None:
