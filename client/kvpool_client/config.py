@@ -158,6 +158,7 @@ def split_address(name: str, address: str) -> tuple[str, int]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        """What argparse finds wrong becomes a StartError."""
         raise StartError(message)
 
 

@@ -79,6 +79,7 @@ def populate(fd: int, memory: Bytes, threads: int, progress: Callable[[int], Non
     """
 
     def one(start: int) -> None:
+        """Populate the piece at byte `start`; raises StartError when there is no room."""
         length = min(PIECE_BYTES, len(memory) - start)
         try:
             os.posix_fallocate(fd, start, length)

@@ -387,6 +387,7 @@ class Namespace:
         context, slot_bytes = self._context, self.spec.slot_bytes
 
         def report() -> None:
+            """Send it and count whether the block was bad."""
             confirmed = context.link.report_bad(block, bad.segment.handle, bad.slot, slot_bytes)
             context.counters.confirmed_bad(confirmed)
 

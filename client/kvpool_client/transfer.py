@@ -287,6 +287,7 @@ class LocalEngine:
         shift = random.randrange(SAMPLE_EVERY)
 
         def copy(task: tuple[int, list[Run]]) -> None:
+            """Move the runs of a task: its first block's place in `sums`, its runs."""
             at, some = task
             for run in some:
                 slots = run.slots(part.slot_bytes)

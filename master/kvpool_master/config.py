@@ -116,10 +116,12 @@ class _Key(NamedTuple):
 
     @property
     def env(self) -> str:
+        """The environment variable of this key."""
         return ENV_PREFIX + self.name.replace(".", "_").upper()
 
     @property
     def flag(self) -> str:
+        """The command-line flag of this key."""
         return "--" + re.sub(r"[._]", "-", self.name)
 
 
@@ -183,6 +185,7 @@ _KEYS: dict[str, _Key] = {key.name: key for key in _all_keys()}
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        """What argparse finds wrong becomes a ConfigError."""
         raise ConfigError(message)
 
 

@@ -226,6 +226,7 @@ def _progress_of(capacity: str) -> Progress:
     shown = 0
 
     def show(done: int, total: int) -> None:
+        """Requests done so far, of how many."""
         nonlocal shown
         percent = 100 * done // total
         if percent >= shown + (1 if terminal else 25):

@@ -46,6 +46,7 @@ class Guard:
         observe, precise_s = self._times.observe, self._clock.precise_s
 
         async def handle(request: Any, context: Any) -> Any:
+            """Reply as the function does; an error, also a deadline that has passed, ends the RPC."""
             started_s = precise_s()
             code = "OK"
             try:

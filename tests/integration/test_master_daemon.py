@@ -226,6 +226,8 @@ def test_a_node_whose_session_breaks_is_hidden_at_once_and_back_with_the_next(cl
     until(lambda: client.lookup(chain=keys).reason == pb.REASON_NODE_AWAY)
     back = Node(client.nodes, node.node_id)
     until(lambda: client.lookup(chain=keys).hit_blocks == 3)
+    assert back.registered.segment_handles == node.registered.segment_handles
+    assert set(client.lookup(chain=keys).extents.segment) <= set(node.registered.segment_handles)
     back.break_off()
 
 

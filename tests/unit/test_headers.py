@@ -76,3 +76,4 @@ def test_a_barrier_can_be_passed_again_and_again() -> None:
     barrier = Barrier()
     for _ in range(3):
         barrier()
+        assert barrier._lock.locked()  # held again: the next pass can release it

@@ -6,6 +6,8 @@ import io
 import json
 import logging
 
+import pytest
+
 from kvpool_master.clock import Clock
 from kvpool_master.logs import BURST, WINDOW_MS, LibraryHandler, Log
 
@@ -70,10 +72,18 @@ def test_a_flood_of_one_event_is_counted_and_hides_no_other() -> None:
     assert "suppressed" not in json.loads(scribe.lines()[-1])
 
 
-def test_a_log_that_cannot_be_written_disturbs_nobody() -> None:
+def test_a_log_that_cannot_be_written_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(_: str) -> int:
+        raise OSError("no space left on device")
+
     scribe = Scribe()
+    with monkeypatch.context() as full:
+        full.setattr(scribe.stream, "write", no_room)
+        scribe.log.error("lost")
+    scribe.log.error("written")
+    assert [json.loads(line)["event"] for line in scribe.lines()] == ["written"]
     scribe.stream.close()
-    scribe.log.error("lost")
+    scribe.log.error("nobody_reads_this")
 
 
 def test_what_libraries_say_becomes_an_event() -> None:

@@ -143,12 +143,15 @@ class _Whole:
         self.blocks = len(view)
 
     def gather(self, first: int, slots: Bytes) -> None:
+        """See base.Buffer."""
         np.copyto(slots[:, : self._view.shape[1]], self._view[first : first + len(slots)])
 
     def scatter(self, first: int, slots: Bytes) -> None:
+        """See base.Buffer."""
         np.copyto(self._view[first : first + len(slots)], slots[:, : self._view.shape[1]])
 
     def rows(self, first: int, blocks: int) -> Bytes | None:
+        """See base.Buffer."""
         return self._view[first : first + blocks]
 
 
@@ -162,16 +165,19 @@ class _Layers:
         self.blocks = len(ids)
 
     def gather(self, first: int, slots: Bytes) -> None:
+        """See base.Buffer."""
         ids = self._ids[first : first + len(slots)]
         for view, end in zip(self._views, self._ends, strict=True):
             slots[:, end - view.shape[1] : end] = view[ids]
 
     def scatter(self, first: int, slots: Bytes) -> None:
+        """See base.Buffer."""
         ids = self._ids[first : first + len(slots)]
         for view, end in zip(self._views, self._ends, strict=True):
             view[ids] = slots[:, end - view.shape[1] : end]
 
     def rows(self, first: int, blocks: int) -> Bytes | None:
+        """See base.Buffer."""
         return None
 
 
@@ -207,6 +213,7 @@ class _Grid:
         return index + self._starts
 
     def gather(self, first: int, slots: Bytes) -> None:
+        """See base.Buffer."""
         index, elements = self._elements_of(first, len(slots)), slots.view(self._span.dtype)
         if slots.flags.c_contiguous:
             np.take(self._span, index, out=elements, mode="clip")  # "raise" would buffer the output
@@ -214,8 +221,10 @@ class _Grid:
             elements[...] = self._span[index]
 
     def scatter(self, first: int, slots: Bytes) -> None:
+        """See base.Buffer."""
         index, elements = self._elements_of(first, len(slots)), slots.view(self._span.dtype)
         self._span[index[:, : self._elements]] = elements[:, : self._elements]
 
     def rows(self, first: int, blocks: int) -> Bytes | None:
+        """See base.Buffer."""
         return None

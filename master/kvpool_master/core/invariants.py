@@ -203,6 +203,7 @@ def _check_bytes(pool: Pool) -> None:
     counted: dict[str, Counter[int]] = {name: Counter() for name in ("reserved", "quarantined", "deferred")}
 
     def count(name: str, rows: Iterator[ex.Record], slot_bytes: int) -> None:
+        """Add the bytes of `rows` to what each segment has of that name."""
         for row in rows:
             counted[name][row[2]] += row[1] * (row[5] - row[4]) * slot_bytes
 

@@ -115,6 +115,7 @@ class Pool:
     @staticmethod
     def _done(verb: Callable[[Any, int], None]) -> Callable[[Any, int], m.Done]:
         def run(command: Any, now_ms: int) -> m.Done:
+            """Carry out the verb; raises what it raises."""
             verb(command, now_ms)
             return m.Done()
 

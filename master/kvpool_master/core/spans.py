@@ -131,6 +131,7 @@ class Span:
 
     @property
     def blocks(self) -> int:
+        """How many blocks it has."""
         return len(self.keys) // self.tree.key_bytes
 
     @property
@@ -146,6 +147,7 @@ class Span:
         return max([lease.end for lease in self.leases]) if self.leases else 0
 
     def first_key(self) -> bytes:
+        """The key of the first block."""
         return self.keys[: self.tree.key_bytes]
 
     # -- ages
