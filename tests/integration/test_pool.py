@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from integration.master_client import TIMEOUT_S, Client, until
@@ -119,3 +121,23 @@ def test_a_killed_node_client_is_a_miss_and_its_successor_cleans_up(stack: Stack
     assert stack.work("store", 20) == "20"
     assert stack.work("load", 20) == "20  True"
     stack.segment()
+
+
+def test_the_example_of_the_readme(stack: Stack) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.+?)```", readme, re.DOTALL)
+    code = code.replace("127.0.0.1:50051", stack.master.address).replace(
+        "/run/kvpool/node.sock", stack.node.socket_path
+    )
+    names = {
+        "chain": chain(4, 1),
+        "blocks": np.arange(4 * 2 * MIB, dtype=np.uint32).astype(np.uint8).reshape(4, 2 * MIB),
+        "destination": np.zeros((3, 2 * MIB), dtype=np.uint8),
+        "in_hbm": 1,
+    }
+    exec(code, names)
+    try:
+        assert (names["stored"].stored_blocks, names["loaded"].blocks) == (4, 3)  # type: ignore[attr-defined]
+        assert np.array_equal(names["destination"], names["blocks"][1:])  # type: ignore[index]
+    finally:
+        names["pool"].close()  # type: ignore[attr-defined]
