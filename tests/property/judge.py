@@ -1,0 +1,399 @@
+"""Applies commands to the core and judges every answer by the naive pool.
+
+After each command it looks at every block there ever was (Peek, one by one): what vanished must have had a reason
+to, what is there must lie where it was written, what is not complete must not be seen. Then it compares the
+snapshot's sums and lets the core check its own invariants. A failure carries the list of commands so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from kvpool_master.core.messages import (
+    BindSlab,
+    BlockBad,
+    Command,
+    GoneReason,
+    Opened,
+    OpenNamespace,
+    Outcome,
+    Peek,
+    Peeked,
+    Purge,
+    Purged,
+    Reason,
+    Remove,
+    Removed,
+    Reserve,
+    Retire,
+    RetireNode,
+    SessionLost,
+    Tick,
+    WorkerGone,
+)
+from kvpool_master.core.settings import Settings
+from kvpool_master.core.snapshot import Snapshot
+from kvpool_proto.errors import KVPoolError
+from property import membership, reading, writing
+from property.command_list import shown
+from property.naive import Block, Keep, Naive, Ref, spread
+
+Answer = Outcome | KVPoolError
+NOTHING: frozenset[Ref] = frozenset()
+TICKS_TO_REST_MAX = 300
+TICKS_AT_REST = 3
+SLICES_AT_REST = 24
+"""Slices of a retired node or a purge may pass over many a span that is long gone before anything shows."""
+
+
+class Core(Protocol):
+    """What is judged."""
+
+    def apply(self, command: Command, now_ms: int) -> Outcome: ...
+    def snapshot(self, now_ms: int) -> Snapshot: ...
+    def check_invariants(self) -> object: ...
+
+
+class Judge:
+    """One pool under judgement. `now_ms` is set by the caller and never falls."""
+
+    def __init__(self, core: Core, settings: Settings) -> None:
+        self.core = core
+        self.model = Naive(settings)
+        self.now_ms = 0
+        self.log: list[str] = []
+        self.binds: list[BindSlab] = []
+        """Slabs that the nodes were told to bind and have not answered for."""
+        self.visible: set[Ref] = set()
+        self.unsettled = False
+        """Slices of work may be left for later Ticks, so sums may lag."""
+        self.broken = False
+        self._evicted: dict[bytes, int] = {}
+        self.snapshot = core.snapshot(0)
+
+    def step(self, command: Command) -> Answer:
+        """Apply one command and judge the answer. Raises AssertionError with all commands so far."""
+        self.log.append(f"{self.now_ms:>6} {shown(command)}")
+        with self.telling():
+            return self._step(command)
+
+    @contextmanager
+    def telling(self) -> Generator[None]:
+        """Adds the list of commands to whatever is raised inside, once."""
+        try:
+            yield
+        except Exception as error:
+            if not self.broken:
+                self.broken = True
+                error.add_note("commands so far (now_ms, command):\n" + "\n".join(self.log))
+            raise
+
+    def refused(self, command: Command, *errors: type[KVPoolError]) -> None:
+        """The command breaks a rule: one of `errors` is raised and nothing changes."""
+        self.log.append(f"{self.now_ms:>6} {shown(command)} (to be refused)")
+        with self.telling():
+            try:
+                answer = self.core.apply(command, self.now_ms)
+            except errors:
+                self.core.check_invariants()
+                self.sweep()
+                self._sums()
+            else:
+                raise AssertionError(f"accepted: {answer}")
+
+    def _step(self, command: Command) -> Answer:
+        answer: Answer
+        try:
+            answer = self.core.apply(command, self.now_ms)
+            self.log[-1] += f" -> {shown(answer)}"
+        except KVPoolError as error:
+            answer = error
+            self.log[-1] += f" raised {type(error).__name__}: {error}"
+        self.core.check_invariants()
+        self.snapshot = self.core.snapshot(self.now_ms)
+        self.model.doubt(self.now_ms)
+        effects = getattr(answer, "effects", ())
+        membership.observe(self, command, answer, [effect for effect in effects if isinstance(effect, Retire)])
+        judge = _JUDGES[type(command)]
+        binds = [effect for effect in effects if isinstance(effect, BindSlab)]
+        if isinstance(command, Reserve) and not isinstance(answer, KVPoolError):
+            chain = self.model.refs(command.namespace, command.chain)
+            self.model.claim(chain, command.parent)
+            own = {ref for ref in chain if not self.model.contradicted(ref)}
+            self.model.doubt_leaves(own, self.now_ms)
+            self.sweep(evicting=own)
+            self._bind(binds)
+            judge(self, command, answer)
+        else:
+            judge(self, command, answer)
+            self._bind(binds)
+        self._evictions(isinstance(command, Reserve | Tick))
+        self._sums()
+        return answer
+
+    # -- blocks ------------------------------------------------------------------------------------------
+
+    def peek(self, ref: Ref, explain: bool = False) -> tuple[Peeked, int]:
+        """Ask for this block alone; also its place in the chain asked for."""
+        namespace, keys = ref
+        skip = len(keys) // self.model.specs[namespace].key_bytes - 1
+        peeked = self.core.apply(Peek(namespace, keys, skip, explain), self.now_ms)
+        assert isinstance(peeked, Peeked)
+        return peeked, skip
+
+    def sweep(
+        self,
+        may: Iterable[Ref] = NOTHING,
+        must: Iterable[Ref] = NOTHING,
+        evicting: set[Ref] | None = None,
+        reason: GoneReason = GoneReason.EVICTED,
+    ) -> set[Ref]:
+        """Look at every block. may, must: what the command hides; evicting: evictions are allowed, but of these.
+
+        Returns what vanished; its slots are loose after a hiding, free after an eviction.
+        """
+        model, gone = self.model, set[Ref]()
+        self.visible = set()
+        for ref in model.seen:
+            peeked, skip = self.peek(ref)
+            block = model.blocks.get(ref)
+            if block is None or not block.stored():
+                assert not peeked.blocks, f"{ref} is visible but not stored: {peeked}"
+            elif peeked.blocks:
+                self.visible.add(ref)
+                self._as_written(block, peeked, skip)
+            elif self._hidden(block) and peeked.reason is Reason.NODE_AWAY:
+                continue
+            elif peeked.reason is Reason.CONFLICT and model.contradicted(ref):
+                for cell in block.cells():
+                    cell.sure = False
+            elif all(cell.sure for cell in block.cells()):
+                gone.add(ref)
+        assert set(must) <= gone, f"still there: {set(must) - gone}"
+        if evicting is None:
+            assert gone <= set(may) | set(must), f"vanished for no reason: {gone - set(may) - set(must)}"
+        for ref in gone:
+            if evicting is None:
+                for cell in model.blocks[ref].cells():
+                    model.detach(cell, Keep.LOOSE)
+            else:
+                self._evict(ref, gone, evicting)
+            self._explained(ref, reason)
+        return gone
+
+    @staticmethod
+    def sure(block: Block) -> bool:
+        """Complete, and nothing can have taken it."""
+        return block.stored() and all(cell.sure for cell in block.cells())
+
+    def _as_written(self, block: Block, peeked: Peeked, skip: int) -> None:
+        assert not self._hidden(block), f"{block.ref} is visible while its node is away"
+        assert (peeked.blocks, peeked.reason) == (1, Reason.NONE), peeked
+        expected = {(skip, cell.part): (cell.place, cell.stamp) for cell in block.cells()}
+        assert spread(peeked.extents) == expected, f"{block.ref} lies elsewhere"
+        for cell in block.cells():
+            cell.sure = True
+
+    def _hidden(self, block: Block) -> bool:
+        segments = self.model.segments
+        return any(not self.model.nodes[segments[cell.place[0]].node].up for cell in block.cells())
+
+    def _evict(self, ref: Ref, gone: set[Ref], own: set[Ref]) -> None:
+        model = self.model
+        cells = model.blocks[ref].cells()
+        assert ref not in own, f"evicted from the chain that is being stored: {ref}"
+        for lease in model.leases.values():
+            if self.now_ms < lease.deadline_ms:
+                assert not set(cells) & set(lease.pinned), f"evicted under a lease: {ref}"
+        for other, block in model.blocks.items():
+            if other in gone or ref not in model.before(other):
+                continue
+            assert not self.sure(block), f"evicted {ref} although {other} follows it"
+            for cell in block.cells():
+                live = cell.keep is Keep.WRITING and self.now_ms < model.reservations[cell.reservation].deadline_ms
+                assert not live, f"evicted {ref} although {other} is being written behind it"
+        for cell in cells:
+            model.forget(cell)
+
+    def _explained(self, ref: Ref, reason: GoneReason) -> None:
+        spec = self.model.specs[ref[0]]
+        if spec.model in ("raw", "wild"):
+            return
+        if spec.entry == "root" and not self.visible.issuperset(self.model.before(ref)):
+            return  # the first block that is missing may be one before it
+        peeked, _ = self.peek(ref, explain=True)
+        assert peeked.gone is not None, f"{ref}: not remembered"
+        assert peeked.gone.reason is reason, f"{ref}: {peeked.gone}, not {reason}"
+
+    def _evictions(self, allowed: bool) -> None:
+        for space in self.snapshot.namespaces:
+            evicted = space.counters.gone_blocks.get(GoneReason.EVICTED, 0)
+            assert allowed or evicted == self._evicted.get(space.id, 0), "evicted by another command"
+            self._evicted[space.id] = evicted
+
+    # -- sums --------------------------------------------------------------------------------------------
+
+    def _sums(self) -> None:
+        model, now_ms, snapshot = self.model, self.now_ms, self.snapshot
+        for node in snapshot.nodes:
+            for segment in node.segments:
+                cells = [cell for cell in model.held.values() if cell.place[0] == segment.handle]
+                sure = sum(cell.slot_bytes for cell in cells if model.surely_held(cell, now_ms))
+                most = sum(cell.slot_bytes for cell in cells)
+                assert sure <= segment.used_bytes <= most, f"{segment} but held {sure}..{most} bytes"
+                open_bytes = sum(cell.slot_bytes for cell in cells if cell.keep is Keep.WRITING)
+                assert segment.reserved_bytes <= open_bytes, f"{segment} but reserved {open_bytes}"
+        if not self.unsettled:
+            for space in snapshot.namespaces:
+                blocks = [block for block in model.blocks.values() if block.ref[0] == space.id and block.stored()]
+                sure = sum(self.sure(block) for block in blocks)
+                assert sure <= space.blocks <= len(blocks), f"{space} but stored {sure}..{len(blocks)}"
+        for what, count, most, sure in (
+            ("leases", snapshot.leases, len(model.leases), reading.sure_leases(model, now_ms)),
+            ("reservations", snapshot.reservations, *writing.open_reservations(model, now_ms)),
+        ):
+            assert sure <= count <= most, f"{count} {what}, expected {sure}..{most}"
+
+    def settle(self) -> None:
+        """Tick until nothing is left in slices, then everything that may be free must be free."""
+        same, enough = 0, SLICES_AT_REST if self.unsettled else TICKS_AT_REST
+        for _ in range(TICKS_TO_REST_MAX):
+            before = self._state()
+            self.step(Tick())
+            same = same + 1 if before == self._state() else 0
+            if same == enough:
+                break
+        else:
+            raise AssertionError("Ticks at one time never come to rest")
+        self.unsettled = False
+        if not self.model.leases:
+            for cell in [cell for cell in self.model.held.values() if cell.keep is Keep.LOOSE]:
+                self.model.forget(cell)
+            self._sums()
+
+    def _state(self) -> list[object]:
+        spaces = [(space.blocks, space.bytes, space.spans) for space in self.snapshot.namespaces]
+        return [spaces, [node.segments for node in self.snapshot.nodes], self.snapshot.leases]
+
+    # -- nodes -------------------------------------------------------------------------------------------
+
+    def _bind(self, effects: list[BindSlab]) -> None:
+        for effect in effects:
+            self.model.bind(effect, self.now_ms)
+            self.binds.append(effect)
+
+
+# -- one judge per command -----------------------------------------------------------------------------
+
+
+def _plain(judge: Judge, command: Command, answer: Answer) -> None:
+    """A command that may not fail, and at which nothing may vanish."""
+    assert not isinstance(answer, KVPoolError), answer
+    judge.sweep()
+
+
+def _open(judge: Judge, command: OpenNamespace, answer: Answer) -> None:
+    assert isinstance(answer, Opened)
+    assert answer.namespace == command.spec.id
+    judge.model.specs[answer.namespace] = command.spec
+    judge.sweep()
+
+
+def _tick(judge: Judge, command: Tick, answer: Answer) -> None:
+    assert not isinstance(answer, KVPoolError)
+    judge.model.doubt_leaves(set(), judge.now_ms)
+    judge.sweep(evicting=set())
+    reading.expire(judge.model, judge.now_ms)
+    writing.expire(judge.model, judge.now_ms)
+
+
+def _purge(judge: Judge, command: Purge, answer: Answer) -> None:
+    assert isinstance(answer, Purged)
+    model = judge.model
+    blocks = [block for ref, block in model.blocks.items() if ref[0] == command.namespace]
+    stored = [block for block in blocks if block.stored()]
+    assert sum(judge.sure(block) for block in stored) <= answer.blocks
+    assert judge.unsettled or answer.blocks <= len(blocks)
+    for reservation in model.reservations.values():
+        if reservation.request.namespace == command.namespace and not reservation.ended:
+            model.give_up(reservation, reservation.granted, judge.now_ms, word=False)
+            model.end_if_over(reservation, "purged", judge.now_ms)
+    for block in blocks:
+        for cell in block.cells():
+            model.detach(cell, Keep.LOOSE)
+    judge.unsettled = True
+    judge.sweep()
+
+
+def _remove(judge: Judge, command: Remove, answer: Answer) -> None:
+    assert isinstance(answer, Removed)
+    model = judge.model
+    chain = model.refs(command.namespace, command.chain)
+    refs = chain[command.skip :]
+    blocks = [model.blocks[ref] for ref in refs if ref in model.blocks]
+    must: set[Ref] = set()
+    for index, ref in enumerate(refs):
+        if index and model.specs[ref[0]].entry == "any" and model.links.get(ref) != refs[index - 1]:
+            break
+        if model.contradicted(ref) or (command.skip and not model.claims.get(ref, set()) <= {chain[command.skip - 1]}):
+            break
+        if ref in model.blocks and judge.sure(model.blocks[ref]):
+            must.add(ref)
+    for block in blocks:
+        if not block.stored() and not model.written(block, judge.now_ms):
+            _doubt(block)
+    gone = judge.sweep(may=refs, must=must, reason=GoneReason.REMOVED)
+    most = len(refs) if judge.unsettled else len(blocks)
+    assert len(gone) <= answer.blocks <= most, f"removed {len(gone)}..{most}"
+
+
+def _bad(judge: Judge, command: BlockBad, answer: Answer) -> None:
+    assert isinstance(answer, Removed)
+    model = judge.model
+    ref = model.refs(command.namespace, command.chain)[-1]
+    block = model.blocks.get(ref)
+    bad = [cell for cell in block.cells() if cell.stamp == command.stamp] if block else []
+    if block is None or not bad:
+        judge.sweep()
+        assert answer.blocks <= judge.unsettled
+        return
+    if not judge.sure(block) or model.contradicted(ref):
+        _doubt(block)
+        judge.sweep()
+        return
+    for cell in bad:
+        model.detach(cell, Keep.LOOSE)
+    block.alone_since_ms = judge.now_ms
+    _doubt(block)  # the core may keep the other parts for a grace, or hide the block as one
+    judge.sweep()
+    assert answer.blocks == 1
+
+
+def _doubt(block: Block) -> None:
+    """The core may have taken its committed parts along."""
+    for cell in block.cells():
+        if cell.keep is Keep.STORED:
+            cell.sure = False
+
+
+def _worker_gone(judge: Judge, command: WorkerGone, answer: Answer) -> None:
+    assert not isinstance(answer, KVPoolError)
+    writing.worker_gone(judge.model, command, judge.now_ms)
+    judge.sweep()
+
+
+_JUDGES: dict[type, Callable[[Judge, Any, Any], None]] = {
+    OpenNamespace: _open,
+    SessionLost: _plain,
+    RetireNode: _plain,
+    Tick: _tick,
+    Purge: _purge,
+    Remove: _remove,
+    BlockBad: _bad,
+    WorkerGone: _worker_gone,
+    **membership.JUDGES,
+    **reading.JUDGES,
+    **writing.JUDGES,
+}

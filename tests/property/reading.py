@@ -1,0 +1,171 @@
+"""Judges Lookup, Peek, Release and Renew: what may be hit, what a lease holds, when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvpool_master.core.messages import (
+    Hit,
+    Lookup,
+    Outcome,
+    Peek,
+    Peeked,
+    Reason,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+)
+from kvpool_proto.errors import ForeignId, KVPoolError, UnknownLease
+from property.naive import Cell, Lease, Naive, spread
+
+if TYPE_CHECKING:
+    from property.judge import Judge
+
+Answer = Outcome | KVPoolError
+
+
+def sure_leases(model: Naive, now_ms: int) -> int:
+    """How many leases are surely alive."""
+    return sum(now_ms < lease.deadline_ms and not lease.doubtful for lease in model.leases.values())
+
+
+def expire(model: Naive, now_ms: int) -> None:
+    """A Tick has ended every lease that is over."""
+    model.leases = {key: lease for key, lease in model.leases.items() if now_ms < lease.deadline_ms}
+
+
+def _run(judge: Judge, command: Lookup | Peek) -> tuple[int, int]:
+    """Least and most blocks that may be hit, from what stood there one by one."""
+    model = judge.model
+    refs = model.refs(command.namespace, command.chain)
+    least = most = 0
+    certain = True
+    for index in range(command.skip, len(refs)):
+        ref = refs[index]
+        if ref not in judge.visible:
+            break
+        if model.specs[ref[0]].entry == "any":
+            previous = model.links.get(ref)
+            if index > command.skip:
+                if previous is not None and previous != refs[index - 1]:
+                    break
+                certain &= previous is not None
+            certain &= not model.contradicted(ref)
+        most += 1
+        least += certain
+    return least, most
+
+
+def _check_hit(judge: Judge, command: Lookup | Peek, answer: Hit | Peeked) -> list[Cell]:
+    model = judge.model
+    refs = model.refs(command.namespace, command.chain)
+    least, most = _run(judge, command)
+    assert least <= answer.blocks <= most, f"{answer.blocks} blocks hit, {least}..{most} are there"
+    asked = max(0, len(refs) - command.skip)
+    assert (answer.reason is Reason.NONE) == (answer.blocks == asked), answer
+    cells: list[Cell] = []
+    expected = {}
+    for index in range(command.skip, command.skip + answer.blocks):
+        for cell in model.blocks[refs[index]].cells():
+            cells.append(cell)
+            expected[index, cell.part] = (cell.place, cell.stamp)
+    model.check_runs(command.namespace, answer.extents)
+    assert spread(answer.extents) == expected, "the extents are not where the blocks were written"
+    if answer.blocks < asked:
+        _check_reason(judge, refs[command.skip + answer.blocks], answer.reason)
+    return cells
+
+
+def _check_reason(judge: Judge, missing: tuple[bytes, bytes], reason: Reason) -> None:
+    block = judge.model.blocks.get(missing)
+    if block is None and not judge.unsettled:
+        assert reason in (Reason.UNKNOWN_KEY, Reason.HOLE, Reason.CONFLICT), reason
+    if reason is Reason.CONFLICT:
+        assert judge.model.contradicted(missing), "a conflict that no chain has caused"
+    if reason is Reason.NODE_AWAY:
+        assert judge.unsettled or not all(node.up for node in judge.model.nodes.values())
+
+
+def _lookup(judge: Judge, command: Lookup, answer: Answer) -> None:
+    model, now_ms = judge.model, judge.now_ms
+    judge.sweep()
+    old = model.leases.get(command.lease)
+    if isinstance(answer, ForeignId):
+        assert old is not None
+        assert old.namespace != command.namespace
+        return
+    early_ms = model.released_early.get(command.lease)
+    if isinstance(answer, UnknownLease):
+        assert early_ms is not None, "refused although nobody released it"
+        return
+    assert isinstance(answer, Hit), answer
+    if early_ms is not None and now_ms < early_ms + model.settings.remember_ms:
+        assert not answer.lease_ms, "leased although the release came first"
+    assert old is None or old.namespace == command.namespace or now_ms >= old.deadline_ms, "a foreign lease id"
+    if answer.reason is Reason.TOO_MANY_LEASES:
+        assert old is None
+        assert len(model.leases) >= model.settings.leases_max
+        assert not answer.blocks
+        return
+    cells = _check_hit(judge, command, answer)
+    model.leases.pop(command.lease, None)
+    if early_ms is not None and not answer.lease_ms:
+        return
+    model.released_early.pop(command.lease, None)
+    assert (answer.lease_ms > 0) == (answer.blocks > 0), answer
+    assert answer.lease_ms <= model.settings.lease_max_ms
+    if answer.blocks:
+        last = model.refs(command.namespace, command.chain)[command.skip + answer.blocks - 1]
+        before = [model.blocks[ref] for ref in model.before(last) if ref in model.blocks]
+        pinned = cells + [cell for block in before for cell in block.cells()]
+        lease = Lease(command.namespace, now_ms, now_ms + answer.lease_ms, cells, pinned)
+        model.leases[command.lease] = lease
+
+
+def _peek(judge: Judge, command: Peek, answer: Answer) -> None:
+    judge.sweep()
+    assert isinstance(answer, Peeked), answer
+    _check_hit(judge, command, answer)
+
+
+def _release(judge: Judge, command: Release, answer: Answer) -> None:
+    model = judge.model
+    assert isinstance(answer, Released), answer
+    judge.sweep()
+    least = most = 0
+    for key in set(command.leases):
+        lease = model.leases.pop(key, None)
+        if lease is None:
+            model.released_early[key] = judge.now_ms
+            continue
+        most += 1
+        least += judge.now_ms < lease.deadline_ms and not lease.doubtful
+        if judge.now_ms >= lease.deadline_ms:  # over or not: it may be remembered
+            model.released_early[key] = judge.now_ms - model.settings.remember_ms
+    assert least <= answer.released <= most
+
+
+def _renew(judge: Judge, command: Renew, answer: Answer) -> None:
+    model, now_ms = judge.model, judge.now_ms
+    judge.sweep()
+    lease = model.leases.get(command.lease)
+    if isinstance(answer, UnknownLease):
+        assert lease is None or now_ms >= lease.deadline_ms or lease.doubtful
+        model.leases.pop(command.lease, None)
+        return
+    assert isinstance(answer, Renewed), answer
+    assert lease is not None, "an unknown lease was renewed"
+    deadline_ms = now_ms + answer.lease_ms
+    assert deadline_ms <= max(lease.born_ms + model.settings.lease_life_max_ms, now_ms)
+    assert deadline_ms >= min(lease.deadline_ms, lease.born_ms + model.settings.lease_life_max_ms)
+    lease.deadline_ms = deadline_ms
+
+
+JUDGES: dict[type, Callable[[Judge, Any, Any], None]] = {
+    Lookup: _lookup,
+    Peek: _peek,
+    Release: _release,
+    Renew: _renew,
+}
