@@ -38,7 +38,7 @@ from kvpool_proto.namespace import NamespaceSpec
 
 MIB = 1 << 20
 SLAB_BYTES = 64 * MIB
-ROUNDS = 5
+ROUNDS = 9
 LAYERS = 32
 STREAM = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 

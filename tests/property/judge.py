@@ -122,7 +122,6 @@ class Judge:
             chain = self.model.refs(command.namespace, command.chain)
             self.model.claim(chain, command.parent)
             own = {ref for ref in chain if not self.model.contradicted(ref)}
-            self.model.doubt_leaves(own, self.now_ms)
             self.sweep(evicting=own)
             self._bind(binds)
             judge(self, command, answer)
@@ -181,6 +180,8 @@ class Judge:
             else:
                 self._evict(ref, gone, evicting)
             self._explained(ref, reason)
+        if evicting is not None:
+            model.doubt_leaves(evicting, self.now_ms)
         return gone
 
     @staticmethod
@@ -303,7 +304,6 @@ def _open(judge: Judge, command: OpenNamespace, answer: Answer) -> None:
 
 def _tick(judge: Judge, command: Tick, answer: Answer) -> None:
     assert not isinstance(answer, KVPoolError)
-    judge.model.doubt_leaves(set(), judge.now_ms)
     judge.sweep(evicting=set())
     reading.expire(judge.model, judge.now_ms)
     writing.expire(judge.model, judge.now_ms)

@@ -165,7 +165,8 @@ class Forest:
         keys = span.keys[keep * tree.key_bytes :]
         blocks = self._forget(span, keys, GoneReason.EVICTED, span.age)
         self._counters.evicted(blocks, self._idle_ms(span.age))
-        span.extents, tail = ex.split(span.extents, keep)
+        tail = span.extents
+        span.extents, tail = ex.split(tail, keep) if keep else (b"", tail)
         rows = list(ex.records(tail))
         if span.have == tree.full:
             tree.blocks -= blocks
@@ -173,11 +174,11 @@ class Forest:
         tree.unindex_keys(keys)
         if keep:
             steps = span.steps()
-            starts = [0, *[end for end, _ in steps]]
             span.keys = span.keys[: keep * tree.key_bytes]
-            span.set_steps(
-                [(min(end, keep), age) for (end, age), start in zip(steps, starts, strict=False) if start < keep]
-            )
+            if len(steps) > 1:
+                starts = [0, *[end for end, _ in steps]]
+                kept = [(min(end, keep), age) for (end, age), start in zip(steps, starts, strict=False) if start < keep]
+                span.set_steps(kept)
             queue_leaf(self._space, span)
         else:
             tree.spans -= 1
