@@ -39,8 +39,12 @@ has() {
 }
 
 # A stamp holds what was asked for: installing again is needed when pyproject.toml has changed, and only then.
+installed() {
+    cmp -s pyproject.toml ".venv/installed-$1.toml"
+}
+
 install_extra() {
-    cmp -s pyproject.toml ".venv/installed-$1.toml" && return
+    installed "$1" && return
     echo "installing kvpool[$1] into .venv"
     .venv/bin/python -m pip install --quiet --editable ".[$1]"
     cp pyproject.toml ".venv/installed-$1.toml"
@@ -66,7 +70,7 @@ TEXT
 
 for what in "$@"; do
     case $what in
-    run) make_venv .venv && install_extra daemon ;;
+    run) make_venv .venv && { installed dev || installed daemon,demo || install_extra daemon; } ;;
     dev) make_venv .venv && install_extra dev ;;
     demo) make_venv .venv && install_torch && install_extra daemon,demo ;;
     proto)

@@ -113,6 +113,20 @@ def test_a_hole_goes_when_nothing_hangs_below() -> None:
     assert world.peek(chain("abcd"), explain=True).gone == m.Gone(GoneReason.REMOVED, 0, 0)
 
 
+def test_a_hole_that_only_a_lease_kept_goes_when_it_is_cut_off() -> None:
+    world = World()
+    world.put(chain("ab"))
+    world.lookup(chain("a"))
+    world.do(m.Remove(world.namespace, chain("ab"), 0))
+    tree = world.pool.namespaces[world.namespace].tree
+    assert tree.spans == 1, "a hole under a lease"
+    world.put(chain("a"))
+    assert (tree.spans, world.hit(chain("ab"))) == (1, 1)
+    world.do(m.Remove(world.namespace, chain("a"), 0))
+    world.put(chain("ax"))
+    assert (tree.spans, world.hit(chain("ax"))) == (1, 2)
+
+
 def test_bad_bytes_take_one_block_and_only_with_its_stamp() -> None:
     world = World()
     stamp = ex.extents(world.put(chain("abcd")).extents)[0].stamp

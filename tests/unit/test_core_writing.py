@@ -109,6 +109,20 @@ def test_blocks_that_lack_a_part_go_after_a_grace() -> None:
     assert world.peek(chain("abcd")).reason is Reason.UNKNOWN_KEY
 
 
+def test_the_grace_counts_from_the_end_of_the_last_writer() -> None:
+    world = World(parts=2)
+    world.reserve("half", chain("ab"), parts=(0, 1))
+    world.commit("half", 2, parts=(0, 1), final=True)
+    world.now += 250
+    world.reserve("other", chain("ab"), parts=(1, 2))
+    world.now += 99
+    world.do(m.Abort(world.ident("other"), True))
+    world.tick(after_ms=299)
+    assert world.used_slots == 2
+    world.tick(after_ms=1)
+    assert world.used_slots == 0
+
+
 def test_expiry_gives_up_the_rest_and_keeps_it_in_quarantine() -> None:
     world = World(slots=8)
     answer = world.reserve("slow", chain("abcdef"))

@@ -40,6 +40,8 @@ class Forest:
         self.now_ms = 0
         self._age = 0
         self._incomplete: list[tuple[int, Span]] = []
+        """When to look at a span that lacks a part; the latest time counts, see _watched."""
+        self._watched: dict[Span, int] = {}
         self._dead: deque[tuple[int, Tree, list[Span]]] = deque()
         """Purged trees: lease number that must end first, tree, spans still to take apart."""
         self.retiring: deque[Segment] = deque()
@@ -60,6 +62,8 @@ class Forest:
         head = cut(span, at)
         self._space.enlist(head, head.extents)
         self._watch_incomplete(head)
+        if not (span.have or span.writers or span.children or span.leases):
+            self._drop(span)  # the leases that kept this hole ended in the head
         return head
 
     def isolate(self, span: Span, start: int, blocks: int) -> Span:
@@ -92,9 +96,13 @@ class Forest:
                 return
             if span.leases:
                 return
-            span.tree.unindex_keys(span.keys)
-            span.tree.spans -= 1
-            span = span.detach()
+            span = self._drop(span)
+
+    def _drop(self, hole: Span) -> Span:
+        """Take a hole out of its tree; returns its parent."""
+        hole.tree.unindex_keys(hole.keys)
+        hole.tree.spans -= 1
+        return hole.detach()
 
     # -- parts come and go
 
@@ -126,13 +134,17 @@ class Forest:
 
     def _watch_incomplete(self, span: Span) -> None:
         if span.have and span.have != span.tree.full and not span.writers:
-            heappush(self._incomplete, (self.now_ms + self._settings.incomplete_grace_ms, span))
+            self._watched[span] = self.now_ms + self._settings.incomplete_grace_ms
+            heappush(self._incomplete, (self._watched[span], span))
 
     def drop_incomplete(self) -> None:
         """Hide blocks that lack a part, have no writer, and whose grace is over."""
         heap = self._incomplete
         while heap and heap[0][0] <= self.now_ms:
-            _, span = heappop(heap)
+            due_ms, span = heappop(heap)
+            if self._watched.get(span) != due_ms:
+                continue  # it had a writer since
+            del self._watched[span]
             alive = span.parent is not None and span.tree.alive
             if alive and span.have and span.have != span.tree.full and not span.writers:
                 self.hide(span, GoneReason.INCOMPLETE)
@@ -358,7 +370,7 @@ class Forest:
 
     def is_watched(self, span: Span) -> bool:
         """Whether the span will be looked at when the grace for incomplete blocks is over."""
-        return any(entry[1] is span for entry in self._incomplete)
+        return span in self._watched
 
 
 def detach_piece(piece: Piece, mask: int, *, lost: bool) -> None:
