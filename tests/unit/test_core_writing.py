@@ -155,10 +155,19 @@ def test_quarantine_ends_after_its_time_or_with_the_writers_process() -> None:
     assert world.used_slots == 0
     world.tick(after_ms=world.reserve("killed", chain("abc"), worker=7, nodes=("n",)).write_ms)
     world.do(m.WorkerGone("n", 8))
-    world.do(m.WorkerGone("n", 0))
     assert world.used_slots == 3
     world.do(m.WorkerGone("n", 7))
     assert world.used_slots == 0
+
+
+def test_no_process_has_number_0_so_none_ends_a_schedulers_reservation() -> None:
+    world = World()
+    write_ms = world.reserve("scheduler", chain("abc")).write_ms
+    world.do(m.WorkerGone("n", 0))
+    assert (world.used_slots, len(world.pool.writes.open)) == (3, 1), "its ranks may be writing"
+    world.tick(after_ms=write_ms)
+    world.do(m.WorkerGone("n", 0))
+    assert world.used_slots == 3, "and still may, in quarantine"
 
 
 def test_a_dead_workers_open_reservations_end_at_once() -> None:
