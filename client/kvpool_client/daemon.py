@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -217,8 +218,11 @@ def refuse(text: str) -> int:
 
 
 def _notify(word: str) -> None:
-    """Tell systemd, if it asked to be told (sd_notify)."""
+    """Tell systemd, if it asked to be told (sd_notify). A failure changes nothing."""
     address = os.environ.get("NOTIFY_SOCKET")
     if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told,
+        ):
             told.sendto(word.encode(), "\0" + address[1:] if address.startswith("@") else address)

@@ -15,6 +15,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ def say(kind: str, **fields: Any) -> None:
     sys.stdout.flush()
 
 
+def _step(where: dict[str, str], done: int, total: int) -> None:
+    say("step", **where, done=done, total=total)
+
+
 def _end_with_stdin() -> None:
     while os.read(0, 4096):
         pass
@@ -51,10 +56,7 @@ def play(engine: Engine, writer: Writer, tokenizer: Any, sizes: Sizes) -> None:
             while True:
                 where = {"scene": request.scene, "name": request.name}
 
-                def on_chunk(done: int, total: int, where: dict[str, str] = where) -> None:
-                    say("step", **where, done=done, total=total)
-
-                answer = engine.answer(request.prompt, sizes.answer, on_chunk)
+                answer = engine.answer(request.prompt, sizes.answer, partial(_step, where))
                 text: str = tokenizer.decode(answer.tokens, skip_special_tokens=True)
                 say("answer", **where, text=text, **asdict(answer))
                 request = requests.send(text)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 KEY_BYTES_MIN = 8
 KEY_BYTES_MAX = 32
 SCHEME = "kvpool-blake2b-u32"
-TOKEN_ID_MAX = (1 << 32) - 1
 
 
 def check_key_bytes(key_bytes: int) -> None:

@@ -35,6 +35,7 @@ from kvpool_client.connectors.transformers import (  # noqa: E402
 from kvpool_client.devices.base import Layout, Rows  # noqa: E402
 from kvpool_client.devices.cpu import CpuDevice  # noqa: E402
 from kvpool_proto.geometry import slot_bytes_for  # noqa: E402
+from unit.sdk_double import PoolDouble  # noqa: E402
 
 BLOCK_TOKENS = 4
 PROMPT = [(7 * i + i * i) % 90 + 3 for i in range(22)]
@@ -58,7 +59,6 @@ class MemoryNamespace:
 
     def __init__(self, part_bytes: int, key_bytes: int) -> None:
         self.slots: dict[bytes, np.ndarray[Any, Any]] = {}
-        self.parents: list[bytes | None] = []
         self.load_at_most = 1 << 30
         self._part_bytes = part_bytes
         self._key_bytes = key_bytes
@@ -78,13 +78,12 @@ class MemoryNamespace:
             buffer.scatter(0, np.stack([self.slots[key] for key in good]))
         return SimpleNamespace(blocks=len(good), reason="" if len(good) == hit.blocks else "verify_failed")
 
-    def store(self, chain: bytes, source: Layout, parent: bytes | None = None) -> Any:
+    def store(self, chain: bytes, source: Layout) -> Any:
         keys = self._keys(chain)
         slots = np.zeros((len(keys), slot_bytes_for(self._part_bytes)), dtype=np.uint8)
         CpuDevice().bind(source, self._part_bytes, writable=False).gather(0, slots)
         new = [i for i, key in enumerate(keys) if key not in self.slots]
         self.slots |= {keys[i]: slots[i] for i in new}
-        self.parents.append(parent)
         return SimpleNamespace(stored_blocks=len(new))
 
 
@@ -111,9 +110,9 @@ class MemoryPool:
         return self.opened
 
 
-def connector(pool: MemoryPool, revision: str = "r1") -> TransformersConnector:
+def connector(pool: Any, revision: str = "r1") -> TransformersConnector:
     return TransformersConnector(
-        pool,  # type: ignore[arg-type]
+        pool,
         tiny_config(),
         model="tiny",
         revision=revision,
@@ -197,19 +196,36 @@ def test_a_hit_leaves_a_token_to_compute(model: Any) -> None:
     assert user.load(PROMPT[:1]).tokens == 0
 
 
-def test_only_new_blocks_are_stored_behind_their_parent(model: Any) -> None:
+def test_the_next_turn_stores_what_is_new_through_the_real_sdk(model: Any, tmp_path: Path) -> None:
+    double = PoolDouble(tmp_path)
+    try:
+        with double.connect() as pool:
+            user = connector(pool)
+            first = DynamicCache(config=model.config)
+            prefill(model, PROMPT[:9], first)
+            assert user.store(PROMPT[:9], first).stored_blocks == 2
+            loaded = user.load(PROMPT)
+            assert (loaded.tokens, loaded.reason) == (8, "unknown_key")
+            expected = prefill(model, PROMPT, loaded.cache, 8)
+            stored = user.store(PROMPT, loaded.cache, loaded.tokens)
+            assert (stored.stored_blocks, stored.existing_blocks, stored.reason) == (3, 2, "")
+            assert user.store(PROMPT, loaded.cache, stored_tokens=20) is None
+            again = user.load(PROMPT)
+            assert again.tokens == 20
+            assert torch.equal(prefill(model, PROMPT, again.cache, 20), expected)
+    finally:
+        double.stop()
+
+
+def test_a_prefix_that_went_meanwhile_is_stored_again(model: Any) -> None:
     pool = MemoryPool()
     user = connector(pool)
     cache = DynamicCache(config=model.config)
-    prefill(model, PROMPT[:9], cache)
+    prefill(model, PROMPT, cache)
     user.store(PROMPT[:9], cache)
-    prefill(model, PROMPT, cache, 9)
-    stored = user.store(PROMPT, cache, stored_tokens=8)
-    assert stored is not None
-    assert stored.stored_blocks == 3
     assert pool.opened is not None
-    assert pool.opened.parents == [None, keys_of(user.spec, PROMPT)[16:32]]
-    assert user.store(PROMPT, cache, stored_tokens=20) is None
+    pool.opened.slots.clear()
+    assert user.store(PROMPT, cache, stored_tokens=8).stored_blocks == 5
 
 
 def test_a_load_that_breaks_off_gives_its_good_head(model: Any) -> None:

@@ -91,6 +91,17 @@ def test_a_signal_stops_it_cleanly(
     assert not Path(node_config.socket_path).exists()
 
 
+def test_a_service_manager_that_is_not_there_disturbs_nothing(
+    launch: Launch, node_config: NodeConfig, nodes_double: NodesDouble, tmp_path: Path
+) -> None:
+    process = launch(NOTIFY_SOCKET=str(tmp_path / "nobody"))
+    process.wait_line("ready")
+    process.signal(signal.SIGTERM)
+    assert process.ended() == 0
+    assert len(nodes_double.retired) == 1
+    assert not list(Path(node_config.segment_dir).iterdir())
+
+
 def test_what_a_killed_one_left_is_cleaned_up(
     launch: Launch, node_config: NodeConfig, nodes_double: NodesDouble
 ) -> None:

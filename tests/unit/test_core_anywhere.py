@@ -40,6 +40,15 @@ def test_skipped_blocks_need_not_be_known() -> None:
     assert world.do(m.Remove(world.namespace, chain("abcdef"), 4)).blocks == 2
 
 
+def test_an_explanation_is_of_the_first_block_asked_for() -> None:
+    world = anywhere(slots=4)
+    world.put(tail("abcd", 2), parent=Parent.UNKNOWN)
+    world.put(chain("wxyz"))
+    gone = world.peek(chain("abcd"), skip=2, explain=True).gone
+    assert gone is not None
+    assert gone.reason is m.GoneReason.EVICTED
+
+
 def test_a_put_follows_a_key() -> None:
     world = anywhere()
     world.put(chain("abc"))

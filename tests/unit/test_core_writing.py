@@ -190,6 +190,29 @@ def test_an_abort_is_final_only_from_the_writer(writer: bool, left: int) -> None
     assert world.used_slots == 0
 
 
+def test_an_abort_of_foreign_parts_changes_nothing() -> None:
+    world = World(parts=3)
+    world.reserve("r", chain("abc"), parts=(0, 2))
+    for _ in range(2):
+        with pytest.raises(PartOutOfRange):
+            world.do(m.Abort(world.ident("r"), True, 1, 3))
+        assert world.used_slots == 6, "open, then in quarantine"
+        world.tick(after_ms=200)
+
+
+def test_parts_go_to_the_nodes_that_they_name() -> None:
+    world = World(parts=4)
+    far = world.register("far", 1).handles
+    answer = world.reserve("r", chain("ab"), nodes=("n", "far", "far", "n"))
+    places = {(e.part_from, e.part_to): e.segment for e in ex.extents(answer.extents)}
+    assert places == {(0, 1): 1, (1, 3): far[0], (3, 4): 1}
+    world.commit("r", 2, parts=(0, 1), final=True)
+    world.commit("r", 2, parts=(2, 3), final=True)
+    world.do(m.Abort(world.ident("r"), True))
+    rest = world.reserve("rest", chain("ab"), nodes=("n", "far", "n", "n"))
+    assert {(e.part_from, e.part_to): e.segment for e in ex.extents(rest.extents)} == {(1, 2): far[0], (3, 4): 1}
+
+
 def test_an_abort_that_overtakes_its_reserve_is_remembered() -> None:
     world = World()
     assert not world.do(m.Abort(world.ident("early"), True)).aborted

@@ -251,18 +251,14 @@ class TransformersConnector:
         return LoadedPrefix(cache, loaded.blocks * self.shape.block_tokens, loaded.reason or hit.reason)
 
     def store(self, tokens: Sequence[int], cache: DynamicCache, stored_tokens: int = 0) -> StoreResult | None:
-        """Store the whole blocks of a prompt behind `stored_tokens`, what load() answered; None if there is none.
+        """Store the whole blocks of a prompt; None if `stored_tokens`, what load() answered, are all of them.
 
-        tokens: those whose KV the cache holds, in order.
+        tokens: those whose KV the cache holds, in order. All blocks are handed in, since chains start at the root; the
+        SDK writes those that the pool lacks, also such as went since load().
         """
-        block_tokens, key_bytes = self.shape.block_tokens, self.spec.key_bytes
-        run = plan_store(len(tokens), block_tokens, stored_tokens // block_tokens)
+        run = plan_store(len(tokens), self.shape.block_tokens, stored_tokens // self.shape.block_tokens)
         if run.blocks == 0:
             return None
-        chain = keys_of(self.spec, tokens)
-        parts = torch.empty((run.blocks, self.shape.part_bytes), dtype=torch.uint8)
-        copy_blocks(cache, self.shape, run.first, self.shape.as_pages(parts), torch.arange(run.blocks))
-        head, rest = chain[: run.first * key_bytes], chain[run.first * key_bytes :]
-        if not head:
-            return self._namespace.store(rest, Contiguous(parts))
-        return self._namespace.store(rest, Contiguous(parts), parent=head[-key_bytes:])
+        parts = torch.empty((run.end, self.shape.part_bytes), dtype=torch.uint8)
+        copy_blocks(cache, self.shape, 0, self.shape.as_pages(parts), torch.arange(run.end))
+        return self._namespace.store(keys_of(self.spec, tokens), Contiguous(parts))

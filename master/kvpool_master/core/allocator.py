@@ -200,10 +200,11 @@ class Allocator:
         self.runs_of(slot_bytes).add_slab(slab)
         return True
 
-    def free_bytes(self) -> int:
-        """Bytes in slots that are free, in slabs being bound and in unbound slabs (as whole slabs)."""
-        bound = sum(runs.free * size for size, runs in self.per_size.items())
-        return bound + (len(self.unbound) + len(self.binding)) * self.slab_bytes
+    def room_bytes(self, slot_bytes: int) -> int:
+        """Bytes that slots of a size could take: those free, and whole slabs not bound or being bound."""
+        runs = self.per_size.get(slot_bytes)
+        free = runs.free * slot_bytes if runs else 0
+        return free + (len(self.unbound) + len(self.binding)) * self.slab_bytes
 
     def used_bytes(self) -> int:
         """Bytes in slots that are not free."""

@@ -99,7 +99,7 @@ class Pool:
         if self.leases.deadlines.next_ms <= now_ms:
             for lease in self.leases.expired(now_ms):
                 self.counters.leases_expired += 1
-                self._end_lease(lease)
+                self._unpin(lease, ended=True)
         if self.writes.deadlines.next_ms <= now_ms:
             self.writes.expire(now_ms)
         return self._verbs[type(command)](command, now_ms)
@@ -179,9 +179,7 @@ class Pool:
             raise ForeignId("the lease id belongs to another namespace")
         if command.lease in self.leases.overtaken:
             raise UnknownLease("the lease was released before it was granted")
-        run = committed_run(
-            tree, walk(tree, command.chain, command.skip), command.skip, len(command.chain), self.space.hidden
-        )
+        run = self._run(tree, command)
         counters = tree.counters
         counters.lookups += 1
         counters.lookup_blocks += max(0, len(command.chain) // tree.key_bytes - command.skip)
@@ -206,12 +204,11 @@ class Pool:
 
     def _peek(self, command: m.Peek, now_ms: int) -> m.Peeked:
         tree = self._tree(command.namespace, command.chain)
-        run = committed_run(
-            tree, walk(tree, command.chain, command.skip), command.skip, len(command.chain), self.space.hidden
-        )
+        run = self._run(tree, command)
         gone = None
         if command.explain and run.reason in (Reason.UNKNOWN_KEY, Reason.HOLE):
-            at = (run.known if run.reason is Reason.UNKNOWN_KEY else command.skip + run.blocks) * tree.key_bytes
+            missing = max(run.known, command.skip) if run.reason is Reason.UNKNOWN_KEY else command.skip + run.blocks
+            at = missing * tree.key_bytes
             gone = self.forest.ring.find(command.namespace, command.chain[at : at + tree.key_bytes], now_ms)
         return m.Peeked(run.blocks, run.reason, run.extents(), gone)
 
@@ -220,9 +217,6 @@ class Pool:
             self.leases.end(lease.id)
         self.forest.settle(lease.unpin())
         self.space.settle_deferred(self.leases.oldest_number)
-
-    def _end_lease(self, lease: Lease) -> None:
-        self._unpin(lease, ended=True)
 
     def _release(self, command: m.Release, now_ms: int) -> m.Released:
         if any(len(ident) != m.ID_BYTES for ident in command.leases):
@@ -233,7 +227,7 @@ class Pool:
             if lease is None:
                 self.leases.overtaken.add(ident, now_ms)
                 continue
-            self._end_lease(lease)
+            self._unpin(lease, ended=True)
             released += 1
         self.counters.leases_released += released
         return m.Released(released)

@@ -9,6 +9,7 @@ Rules
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from kvpool_master.core import extents as ex
 from kvpool_master.core.directory import Plan, Region, plan_put
@@ -228,7 +229,7 @@ class Puts:
     def _room(self, put: _Put, mask: int, blocks: int) -> tuple[int, list[ex.Record]]:
         """Slots for parts `mask` of up to `blocks` blocks; says why not for all, and has slabs bound for the rest."""
         slot_bytes = put.tree.slot_bytes
-        groups = self._groups(put.command, mask, slot_bytes)
+        groups = self._groups(put.reservation, mask, slot_bytes)
         got, rows, reason = self._space.allocate(groups, slot_bytes, blocks, put.reservation.stamp, self._evict)
         if got < blocks:
             put.reason = reason
@@ -243,25 +244,15 @@ class Puts:
     def _evict(self, segment: Segment, slot_bytes: int, free_slots: int) -> None:
         self._forest.evict(segment, slot_bytes, free_slots, self._settings.evict_inline_spans_max)
 
-    def _groups(self, command: Reserve, mask: int, slot_bytes: int) -> list[Group]:
+    def _groups(self, reservation: Reservation, mask: int, slot_bytes: int) -> list[Group]:
         """The parts of `mask` in runs that go to one node, each with that node's segments, emptiest first."""
         groups: list[Group] = []
-        part = command.part_from
-        while part < command.part_to:
-            if not mask >> part & 1:
-                part += 1
-                continue
-            node = self._node(command, part)
-            low = part
-            while part < command.part_to and mask >> part & 1 and self._node(command, part) == node:
-                part += 1
-            groups.append((low, part, self._segments(node, slot_bytes)))
+        wanted = [part for part in reservation.parts if mask >> part & 1]
+        # The number of a part less its place among those wanted is the same all along a run of neighbours.
+        for (_, node), run in groupby(enumerate(wanted), lambda one: (one[1] - one[0], reservation.node_of(one[1]))):
+            parts = [part for _, part in run]
+            groups.append((parts[0], parts[-1] + 1, self._segments(node, slot_bytes)))
         return groups
-
-    def _node(self, command: Reserve, part: int) -> str:
-        if len(command.nodes) <= 1:
-            return command.nodes[0] if command.nodes else ""
-        return command.nodes[part - command.part_from]
 
     def _segments(self, name: str, slot_bytes: int) -> list[Segment]:
         """The segments of a node that is up (of all nodes for ""), most room for the slot size first."""
@@ -272,16 +263,8 @@ class Puts:
             found = [segment for node in self._liveness.nodes.values() if node.up for segment in node.segments]
         found = [segment for segment in found if segment.fits(slot_bytes)]
         if len(found) > 1:
-            found.sort(key=lambda segment: (-_room_bytes(segment, slot_bytes), segment.handle))
+            found.sort(key=lambda segment: (-segment.allocator.room_bytes(slot_bytes), segment.handle))
         return found
-
-
-def _room_bytes(segment: Segment, slot_bytes: int) -> int:
-    allocator = segment.allocator
-    runs = allocator.per_size.get(slot_bytes)
-    return (runs.free * slot_bytes if runs else 0) + (
-        len(allocator.unbound) + len(allocator.binding)
-    ) * allocator.slab_bytes
 
 
 def _state(part: int, have: int, yours: int) -> RunState:

@@ -38,7 +38,7 @@ class Reservation(Writer):
         "mark",
         "mask",
         "nodes",
-        "part_from",
+        "parts",
         "quarantine_end_ms",
         "quarantined",
         "remember_until_ms",
@@ -54,7 +54,7 @@ class Reservation(Writer):
         self.tree = tree
         self.stamp = stamp
         self.mask = (1 << command.part_to) - (1 << command.part_from)
-        self.part_from = command.part_from
+        self.parts = range(command.part_from, command.part_to)
         self.nodes = command.nodes
         self.worker = command.worker
         self.workers: dict[int, int] | None = None
@@ -63,7 +63,7 @@ class Reservation(Writer):
         self.answer: Reserved | None = None
         self.granted: list[tuple[int, int]] = []
         """Blocks granted: (mask of parts, blocks), each mask once."""
-        self.done = [0] * (command.part_to - command.part_from)
+        self.done = [0] * len(self.parts)
         """Blocks committed, by part; see `written`."""
         self.lost: dict[int, int] | None = None
         """Of these, removed meanwhile, by part."""
@@ -87,7 +87,7 @@ class Reservation(Writer):
 
     def written(self, part: int) -> int:
         """How many of a part's blocks are committed."""
-        return self.done[part - self.part_from]
+        return self.done[part - self.parts.start]
 
     def lost_blocks(self, part: int) -> int:
         """How many of a part's committed blocks had been removed before."""
@@ -101,7 +101,7 @@ class Reservation(Writer):
         """The node that the part's writer named; empty if it named none."""
         if len(self.nodes) <= 1:
             return self.nodes[0] if self.nodes else ""
-        return self.nodes[part - self.part_from]
+        return self.nodes[part - self.parts.start]
 
 
 def mark_of(command: Reserve) -> int:
@@ -176,8 +176,8 @@ class Writes:
         left = total - reservation.written(part)
         if left <= 0:
             return
-        reservation.done[part - reservation.part_from] = total
-        for piece in list(reservation.pieces) if len(reservation.pieces) > 1 else reservation.pieces[:1]:
+        reservation.done[part - reservation.parts.start] = total
+        for piece in list(reservation.pieces):
             if left == 0:
                 return
             if piece.lost & bit:
@@ -264,12 +264,7 @@ class Writes:
     def _close_if_over(self, reservation: Reservation, now_ms: int) -> None:
         if reservation.pieces and reservation.ended != reservation.mask:
             return
-        all_done = all(
-            reservation.written(part) == reservation.granted_blocks(part)
-            for part in range(reservation.mask.bit_length())
-            if reservation.mask >> part & 1
-        )
-        if all_done:
+        if all(reservation.written(part) == reservation.granted_blocks(part) for part in reservation.parts):
             self._counters.reservations_completed += 1
         else:
             self._counters.reservations_aborted += 1
@@ -289,14 +284,15 @@ class Writes:
         """Give up parts (None: all). False, and remembered, when nothing of that id is open."""
         reservation = self.open.get(ident)
         over = self.quarantine.get(ident)
+        known = reservation or over
+        if known is not None and mask is not None and mask & ~known.mask:
+            raise PartOutOfRange("the parts are not all in the reservation")
         if over is not None and writer:
             self._leave_quarantine(over, over.mask if mask is None else mask)
         if reservation is None:
             if ident not in self.ended:
                 self.overtaken.add(ident, now_ms)
             return False
-        if mask is not None and mask & ~reservation.mask:
-            raise PartOutOfRange("the parts are not all in the reservation")
         self.give_up(reservation, reservation.mask if mask is None else mask, word=writer)
         self._close_if_over(reservation, now_ms)
         return True
@@ -307,9 +303,9 @@ class Writes:
             return
         for reservation in [*self.open.values(), *self.quarantine.values()]:
             mask = 0
-            for part in range(reservation.mask.bit_length()):
-                if reservation.mask >> part & 1 and reservation.worker_of(part) == worker:
-                    mask |= (reservation.node_of(part) in ("", node)) << part
+            for part in reservation.parts:
+                if reservation.worker_of(part) == worker and reservation.node_of(part) in ("", node):
+                    mask |= 1 << part
             if not mask:
                 continue
             if reservation.quarantined:
