@@ -1,8 +1,9 @@
 """`make run`: a Master and one node client in the foreground; Ctrl-C stops both, the node client first.
 
-Their own settings hold (KVPOOL_MASTER_*, KVPOOL_CLIENT_*); where none is given: loopback, the usual ports, a Unix
-socket in a folder of the user's, and a segment of at most 1 GiB and half of what /dev/shm has free. Both write their
-logs to this terminal. Exit code: 0 after Ctrl-C or SIGTERM, 1 if one of them did not start or ended by itself.
+Their own settings hold (KVPOOL_MASTER_*, KVPOOL_CLIENT_*); where none is given: loopback, the usual ports, Unix socket
+and state directory in a folder of the user's, a segment of at most 1 GiB and half of what /dev/shm has free, which is
+removed at the end (KVPOOL_CLIENT_DISCARD=false keeps it). Both write their logs to this terminal. Exit code: 0 after
+Ctrl-C or SIGTERM, 1 if one of them did not start or ended by itself.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ def settings() -> dict[str, str]:
     defaults = {
         "KVPOOL_MASTER_LISTEN": "127.0.0.1:50051",
         "KVPOOL_MASTER_HTTP": "127.0.0.1:9500",
+        "KVPOOL_MASTER_STATE_DIR": str(folder / "master"),
         "KVPOOL_CLIENT_HTTP": "127.0.0.1:9501",
         "KVPOOL_CLIENT_SOCKET_PATH": str(folder / "node.sock"),
         "KVPOOL_CLIENT_SLAB_BYTES": str(SLAB_BYTES),
+        "KVPOOL_CLIENT_DISCARD": "true",
     }
     environment = defaults | given
     environment.setdefault("KVPOOL_CLIENT_MASTER", environment["KVPOOL_MASTER_LISTEN"])
     if "KVPOOL_CLIENT_SEGMENT_BYTES" not in environment:
         environment |= _room(environment.get("KVPOOL_CLIENT_SEGMENT_DIR", "/dev/shm"), folder)
-    if environment["KVPOOL_CLIENT_SOCKET_PATH"] == defaults["KVPOOL_CLIENT_SOCKET_PATH"]:
+    ours = ("KVPOOL_CLIENT_SOCKET_PATH", "KVPOOL_MASTER_STATE_DIR")
+    if any(environment[name] == defaults[name] for name in ours):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return environment
 
@@ -64,11 +68,11 @@ def _room(directory: str, folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def daemon(name: str, package: str, http: str, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a daemon of kvpool from when it says on HTTP that it is ready. Stops it, and waits, on every way out."""
+def daemon(name: str, package: str, url: str, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a daemon of kvpool from when its `url` answers OK. Stops it, and waits, on every way out."""
     process = subprocess.Popen([sys.executable, "-m", package, "serve"], env=dict(environment), start_new_session=True)
     try:
-        _wait_ready(name, process, f"http://{http}/readyz")
+        _wait_ready(name, process, url)
         yield process
     finally:
         if process.poll() is None:
@@ -106,12 +110,11 @@ def main() -> int:
     try:
         with ExitStack() as stack:
             # A process that serves on a taken port would answer for ours: the Master refuses a taken port itself.
-            master = stack.enter_context(
-                daemon("the Master", "kvpool_master", environment["KVPOOL_MASTER_HTTP"], environment)
-            )
-            node = stack.enter_context(
-                daemon("the node client", "kvpool_client", environment["KVPOOL_CLIENT_HTTP"], environment)
-            )
+            # A Master that knows nodes from before is ready only when they are back; it serves them from the start.
+            alive = f"http://{environment['KVPOOL_MASTER_HTTP']}/healthz"
+            master = stack.enter_context(daemon("the Master", "kvpool_master", alive, environment))
+            ready = f"http://{environment['KVPOOL_CLIENT_HTTP']}/readyz"
+            node = stack.enter_context(daemon("the node client", "kvpool_client", ready, environment))
             print(
                 f"\nkvpool is running; Ctrl-C stops it\n"
                 f"  Master       gRPC {environment['KVPOOL_MASTER_LISTEN']}   "

@@ -8,6 +8,8 @@ case ("unreachable", "namespace_unknown", "slab_changed", ...), and these:
   lease_expired    the lease ran out, or was released               write_expired  the reservation ran out
   timed_out        the caller's own limit                           node_unreachable  no answer from the node client
   segment_elsewhere  the blocks lie in segments not mapped here     lost           removed between write and commit
+  bypassed         switched off (bypass.py)
+After a restart of the Master also "lease_unknown" and "reservation_unknown": the next lookup or store begins anew.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ def short_reason(reason: pb.Reason.ValueType) -> str:
         return ""
     known = pb.Reason.DESCRIPTOR.values_by_number.get(reason)
     return known.name.removeprefix("REASON_").lower() if known else f"reason_{reason}"
+
+
+def gone_reason(reason: pb.GoneReason.ValueType) -> str:
+    """A GoneReason in the same way."""
+    known = pb.GoneReason.DESCRIPTOR.values_by_number.get(reason)
+    return known.name.removeprefix("GONE_").lower() if known else f"reason_{reason}"
 
 
 class Hit:
@@ -97,7 +105,8 @@ class StoreResult:
     """stored_blocks: written by this call and committed, in every part that was this call's to write.
 
     existing_blocks: there before, in all parts named. being_written_blocks: somebody else is at it. bytes: written
-    and committed, all parts.
+    and committed, all parts. Blocks whose last commit was not answered (the Master died) are not counted as stored;
+    they may come back all the same, with the node's inventory: their bytes are complete.
     """
 
     stored_blocks: int = 0
@@ -128,7 +137,11 @@ class Peeked:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """blocks: hidden; their room is freed when the leases alive then have ended."""
+    """blocks: hidden; their room is freed when the leases alive then have ended.
+
+    nodes_away: nodes that could not be told in time to clear the blocks' headers: with them blocks may come back.
+    """
 
     blocks: int
     reason: str = ""
+    nodes_away: tuple[str, ...] = ()

@@ -3,8 +3,9 @@
 Rules
   - The queue is bounded; what does not fit is dropped, for every duty has somebody else as its last resort: leases
     and reservations expire, a bad block is met again.
-  - One daemon thread, started by the first duty. A duty's errors end with it. `idle` is done when nothing else is to
-    do, at most every IDLE_S, once it was asked for.
+  - One daemon thread, started by the first duty. A duty's KVPoolError ends with it; any other error is a bug: it ends
+    the thread, and the next duty starts another. `idle` is done when nothing else is to do, at most every IDLE_S, once
+    it was asked for.
 """
 
 from __future__ import annotations
@@ -32,12 +33,11 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, duty: Callable[[], object]) -> bool:
-        """Queue a duty. False: dropped, the queue is full or closed."""
+        """Queue a duty. False: dropped, the queue is full or closed, or there is no room for a thread."""
         with self._changed:
-            if self._closed or len(self._duties) >= DUTIES_MAX:
+            if self._closed or len(self._duties) >= DUTIES_MAX or not self._start():
                 return False
             self._duties.append(duty)
-            self._start()
             self._changed.notify_all()
             return True
 
@@ -46,15 +46,19 @@ class Background:
         if self._idle_wanted:
             return
         with self._changed:
-            if not self._closed:
+            if not self._closed and self._start():
                 self._idle_wanted = True
-                self._start()
                 self._changed.notify_all()
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvpool-background", daemon=True)
-            self._thread.start()
+    def _start(self) -> bool:
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=self._run, name="kvpool-background", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the engine is out of threads, or ending
+                return False
+            self._thread = thread
+        return True
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is done. False: not within the time."""

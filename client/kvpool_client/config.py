@@ -57,6 +57,7 @@ class NodeConfig:
         default=(-1,), metadata={"help": "NUMA node: one for all segments, or one for each (0,1); -1: anywhere"}
     )
     prefault_threads: int = field(default=2, metadata={"help": "threads that touch the memory at start"})
+    discard: bool = field(default=False, metadata={"help": "at a stop, retire and remove the segments; else keep"})
     socket_path: str = field(default="/run/kvpool/node.sock", metadata={"help": "Unix socket for local workers"})
     socket_mode: int = field(default=0o660, metadata={"help": 'who may connect, octal: "0660"'})
     http: str = field(default="127.0.0.1:9501", metadata={"help": "metrics and health, host:port; port 0: any"})
@@ -100,7 +101,7 @@ class NodeConfig:
         check_segment(self.segment_bytes // self.segments, self.slab_bytes)
 
     def plans(self) -> list[SegmentPlan]:
-        """The segments to create."""
+        """The segments to adopt or create."""
         nodes = self.numa_node * (self.segments if len(self.numa_node) == 1 else 1)
         return [
             SegmentPlan(
@@ -156,14 +157,16 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """For flags of this program."""
+
     def error(self, message: str) -> NoReturn:
         """What argparse finds wrong becomes a StartError."""
         raise StartError(message)
 
 
 def _read_flags(argv: Sequence[str]) -> dict[str, str]:
-    parser = _Parser(prog="kvpool-client serve", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(prog="kvpool-client serve", allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="TOML file with the settings below, - as _")
     for item in fields(NodeConfig):
         flag = "--" + item.name.replace("_", "-")

@@ -28,6 +28,10 @@ class EpochGuard:
         self._lock = threading.Lock()
         self._highest = 0
 
+    def highest(self) -> int:
+        """The epoch that rules, as far as this process knows."""
+        return self._highest
+
     def obey(self, epoch: int) -> None:
         """Raise StaleEpoch unless no higher epoch was seen."""
         with self._lock:
@@ -65,7 +69,7 @@ class LeaseReturns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """timeout_ms: of a call to the Master where the caller names no other."""
+    """timeout_ms: of a call to the Master where the caller names no other. bypass: what the environment turns off."""
 
     master: MasterClient
     link: NodeLink
@@ -75,7 +79,12 @@ class Context:
     clock: Clock
     timeout_ms: int
     counters: Counters
+    bypass: int = 0
     epochs: EpochGuard = field(default_factory=EpochGuard)
+
+    def off(self, call: int) -> bool:
+        """Is this kind of call, a BYPASS_ bit, turned off? One or few reads of memory."""
+        return bool((self.bypass | self.link.bypass()) & call)
 
     def called(self, call: str, spec: NamespaceSpec, reason: str, **amounts: float) -> None:
         """Count a call; see Counters. The node client hears of it within about a second."""
@@ -108,9 +117,10 @@ class NamespaceCalls:
         return reply
 
     def open(self, deadline_ms: int) -> None:
-        """Register the namespace. Raises as MasterClient.call; ProtocolError when the two sides compute differently."""
+        """Register the namespace. Raises as ask, and ProtocolError when the two sides compute differently."""
         request = pb.OpenNamespaceRequest(spec=spec_to_message(self.spec), namespace_id=self.id)
         reply = self._context.master.call(self._context.master.pool.OpenNamespace, request, deadline_ms, again=True)
         if (reply.namespace_id, reply.slot_bytes) != (self.id, self.spec.slot_bytes):
             raise ProtocolError("the Master computes another namespace id or slot size: compare the versions")
+        self._context.epochs.obey(reply.epoch)
         self._open = True

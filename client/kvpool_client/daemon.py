@@ -1,9 +1,10 @@
 """The node client's life: read it top to bottom.
 
 Rules
-  - Starting: an error is one line, and nothing is left behind.
+  - Starting: what a former life left is adopted. An error is one line; it leaves nothing behind but what was there.
   - Serving: the Master may come and go; nothing but a signal, or a newer life of this node, ends it.
-  - Stopping: retire, let workers go, close, unlink, in the reverse order of the start.
+  - Stopping: end the session, let workers go, close, in the reverse order of the start. The segment files stay for
+    the next life; with `discard` the node is retired and they are removed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvpool_client.local_server import LocalServer
 from kvpool_client.logs import Log
 from kvpool_client.metrics import Sources, exposition
 from kvpool_client.node import Node
-from kvpool_client.owned_segment import OwnedSegment, remove_stale
+from kvpool_client.owned_segment import OwnedSegment, SegmentPlan, remove_leftovers
 from kvpool_client.preflight import check_room, measure_room
 from kvpool_client.registration import Registration
 from kvpool_client.session import State
@@ -61,29 +62,33 @@ class NodeDaemon:
         """Start; returns when the Master has taken the node in, or ready_wait_ms later: it is tried for ever.
 
         interrupted() is asked from time to time; true raises Interrupted. Raises StartError, KVPoolError, OSError.
-        After an error nothing is left behind.
+        After an error nothing is left behind but the files of a former life.
         """
         config, log = self._config, self._log
         with self._exits:
-            incarnation = new_incarnation(self._clock)
-            self._make_segments(incarnation, interrupted)
-            self.node = Node(config.node_id, incarnation, self._segments, config.workers_max, self._clock, log)
+            self._open_segments(interrupted)
+            former = max(segment.former_incarnation for segment in self._segments)
+            incarnation = new_incarnation(self._clock, former)
+            self.node = Node(config.node_id, incarnation, self._segments, config.workers_max, log)
             self.registration = Registration(
                 config.master, self.node, config.rpc_timeout_ms, config.backoff_max_ms, self._clock, log
             )
             self._start_local()
             self._start_http()
             self.registration.start()
-            self._exits.callback(self.registration.stop)
+            self._exits.callback(self._leave)
             self._await_master(interrupted)
             self._exits = self._exits.pop_all()
             self._started = True
 
     def stop(self) -> None:
-        """Retire, let workers go, close and unlink. Idempotent; workers that are still there keep their mappings."""
+        """End the session, let workers go, close; with `discard`, retire and unlink.
+
+        Idempotent; workers that are still there keep their mappings.
+        """
         if self._started:
-            self._started = False
             self._exits.close()
+            self._started = False
             self._log.info("stopped", node=self._config.node_id)
 
     @property
@@ -93,26 +98,50 @@ class NodeDaemon:
             "the registration ended" if self.registration.ended.is_set() and self._started else None
         )
 
-    def _make_segments(self, incarnation: int, interrupted: Callable[[], bool]) -> None:
+    def _open_segments(self, interrupted: Callable[[], bool]) -> None:
         config, log = self._config, self._log
         directory = Path(config.segment_dir)
         plans = config.plans()
-        total_bytes = sum(file_bytes(plan.size_bytes, plan.slab_bytes) for plan in plans)
         measure_room(directory)  # says so if there is no such folder
-        for path, length_bytes in remove_stale(directory, config.node_id):
-            log.warning("stale_segment_removed", path=str(path), length_bytes=length_bytes)
-        check_room(total_bytes, measure_room(directory))
+        for path, length_bytes in remove_leftovers(plans):
+            log.warning("leftover_removed", path=str(path), length_bytes=length_bytes)
+        missing_bytes = sum(map(_missing_bytes, plans))
+        check_room(missing_bytes, measure_room(directory))
         began_s = self._clock.precise_s()
-        progress = _Progress(total_bytes, log, self._clock, interrupted)
+        incarnation = new_incarnation(self._clock)
+        progress = _Progress(missing_bytes, log, self._clock, interrupted)
         for plan in plans:
-            segment = OwnedSegment.create(
+            progress.add(0)
+            segment = OwnedSegment.open(
                 plan, incarnation=incarnation, prefault_threads=config.prefault_threads, progress=progress.add
             )
-            self._exits.callback(segment.close)
-            self._exits.callback(segment.unlink)
+            self._exits.callback(self._close, segment)
             self._segments.append(segment)
+            self._tell_adoption(segment)
         self._prefault_s = self._clock.precise_s() - began_s
-        log.info("segments_made", bytes=total_bytes, segments=len(plans), seconds=round(self._prefault_s, 3))
+        adopted = sum(segment.adoption.kept for segment in self._segments)
+        log.info(
+            "segments_opened", bytes=sum(plan.size_bytes for plan in plans), segments=len(plans), adopted=adopted,
+            seconds=round(self._prefault_s, 3)
+        )  # fmt: skip
+
+    def _tell_adoption(self, segment: OwnedSegment) -> None:
+        found = segment.adoption
+        lost = found.why or found.slots_dropped or found.slabs_dropped
+        (self._log.warning if lost else self._log.info)(
+            "segment_opened", path=str(segment.plan.path), adopted=found.kept, why=found.why,
+            slots_dropped=found.slots_dropped, slabs_dropped=found.slabs_dropped, slabs_bound=segment.slabs_bound,
+            workers=len(segment.mapped_workers())
+        )  # fmt: skip
+
+    def _close(self, segment: OwnedSegment) -> None:
+        """Keep the file for the next life, unless it is to go, or nobody was ever let in."""
+        if self._config.discard if self._started else not segment.adoption.kept:
+            segment.unlink()
+        segment.close()
+
+    def _leave(self) -> None:
+        self.registration.stop(discard=self._config.discard and self._started)
 
     def _start_http(self) -> None:
         sources = Sources(
@@ -162,6 +191,15 @@ class NodeDaemon:
         return state is State.SERVING, state.value
 
 
+def _missing_bytes(plan: SegmentPlan) -> int:
+    """What the plan's file has still to be given, by what is allocated of it."""
+    wanted = file_bytes(plan.size_bytes, plan.slab_bytes)
+    try:
+        return max(0, wanted - os.lstat(plan.path).st_blocks * 512)
+    except FileNotFoundError:
+        return wanted
+
+
 class _Progress:
     """Logs how much of the segments is there, from any thread."""
 
@@ -183,7 +221,7 @@ class _Progress:
             now_ms = self._clock.now_ms()
             if now_ms - self._said_ms >= PROGRESS_MS:
                 self._said_ms = now_ms
-                percent = 100 * self._done_bytes // self._total_bytes
+                percent = 100 * self._done_bytes // max(1, self._total_bytes)
                 self._log.info("prefault", done_mib=self._done_bytes >> 20, percent=percent)
 
 

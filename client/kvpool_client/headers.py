@@ -24,7 +24,7 @@ U64 = npt.NDArray[np.uint64]
 Array = npt.NDArray[Any]
 
 MAGIC: Final = int.from_bytes(b"kvpool\x00\x01", "little")
-VERSION: Final = 1
+VERSION: Final = 2
 KEY_FIELD_BYTES: Final = 32
 
 FREE: Final = 0
@@ -48,7 +48,7 @@ SLOT_HEADER: Final = np.dtype(
         ("stamp", "<u8"),
         ("length_bytes", "<u8"),
         ("checksum", "<u8"),  # XXH3-64 of the part's bytes; 0 with verify off
-        ("spare", "<u8"),
+        ("worker_id", "<u8"),  # who writes or wrote the slot; 0: unknown
         ("check", "<u8"),
     ]
 )
@@ -65,10 +65,13 @@ SUPERBLOCK: Final = np.dtype(
         ("size_bytes", "<u8"),  # of the slabs
         ("slab_bytes", "<u8"),
         ("segment_index", "<u8"),
-        ("spare", "<u8"),
+        ("contents", "<u8"),  # a random number: new with the file, and when something was lost from it
+        ("bypass", "<u8"),  # what workers skip; bits of bypass.py
         ("check", "<u8"),
     ]
 )
+SUPERBLOCK_COPIES: Final = (2048, 0)
+"""Where the superblock stands in the file, twice, in the order of writing: one of them is whole at every moment."""
 assert SLOT_HEADER.itemsize == SLOT_HEADER_BYTES
 assert SLAB_RECORD.itemsize == SLAB_RECORD_BYTES
 
@@ -96,6 +99,10 @@ def _mix(records: Array) -> U64:
         folded = np.right_shift(rows, np.uint64(31), out=scratch[: len(rows)])
         np.bitwise_xor(folded, rows, out=folded)
         np.einsum("ij,j->i", folded, factors, out=mixed[start : start + _MIX_ROWS])
+    return _stirred(mixed)
+
+
+def _stirred(mixed: U64) -> U64:
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(_GOLDEN)
     mixed ^= mixed >> np.uint64(32)
@@ -129,6 +136,17 @@ def life(generation: int, slot_bytes: int) -> np.uint64:
 def record_check(record: Array) -> U64:
     """The check that slab records or a superblock should carry, one per record."""
     return _mix(record)
+
+
+def digests(columns: U64) -> U64:
+    """One 64-bit value for each column of (words, n), at most 64 words, to sort and search by.
+
+    Equal columns have equal digests; others can be made to.
+    """
+    mixed = np.zeros(columns.shape[1], dtype=np.uint64)
+    for words, factor in zip(columns, _FACTORS, strict=False):
+        mixed += (words >> np.uint64(31) ^ words) * factor
+    return _stirred(mixed)
 
 
 def pack_keys(chain: bytes, key_bytes: int) -> Array:

@@ -47,8 +47,8 @@ class Welcome:
 class LocalClient:
     """A worker's end. Connects when first used, and again (once per call) when the connection has dropped.
 
-    Every call takes at most about twice timeout_s, may come from any thread, and raises Unreachable when there is no
-    answer, ProtocolError when there is a wrong one, or the node client's own refusal.
+    Every call takes at most timeout_s, waiting for other threads' calls included; it raises Unreachable when there is
+    no answer, ProtocolError when there is a wrong one, or the node client's own refusal.
     """
 
     def __init__(self, socket_path: str, timeout_s: float) -> None:
@@ -60,7 +60,8 @@ class LocalClient:
     def hello(self, name: str) -> Welcome:
         """Introduce this process (name: for logs) and map every segment. Each call makes a new worker_id.
 
-        The caller closes the segments. Raises Unreachable also while the node client has no Master.
+        The caller closes the segments. Raises Unreachable also while the node client has no Master; OSError when
+        there is no room for a mapping.
         """
         reply, fds = self._call(pb.LocalRequest(hello=pb.LocalHello(protocol=PROTOCOL, name=name)))
         welcome = reply.welcome
@@ -71,9 +72,11 @@ class LocalClient:
             segments.extend(  # one by one: what is mapped when the next fails is closed below
                 AttachedSegment(fds.pop(0), told.handle, told.size_bytes, told.slab_bytes) for told in welcome.segments
             )
-        except BaseException:
+        except BaseException as error:
             for segment in segments:
                 segment.close()
+            if isinstance(error, (ValueError, OverflowError)):  # mmap's words for sizes that cannot be
+                raise ProtocolError(f"a segment that cannot be mapped: {error}") from error
             raise
         finally:
             _close_all(fds)
@@ -105,25 +108,28 @@ class LocalClient:
     def _call(self, request: pb.LocalRequest) -> tuple[pb.LocalReply, list[int]]:
         """The reply and the descriptors that came with it, which are the caller's to close."""
         frame = pack_frame(request)
-        with self._lock:
+        deadline = Deadline(self._timeout_s)
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise Unreachable(f"node client at {self._path}: other calls are waiting for it")
+        try:
+            reused = self._socket is not None
             try:
-                reused = self._socket is not None
-                try:
-                    reply, fds = self._exchange(frame)
-                except (OSError, EOFError):
-                    if not reused:
-                        raise
-                    reply, fds = self._exchange(frame)  # the old connection had dropped; requests may be repeated
-            except (OSError, EOFError) as error:
-                raise Unreachable(f"node client at {self._path}: {error or type(error).__name__}") from error
+                reply, fds = self._exchange(frame, deadline)
+            except (OSError, EOFError):
+                if not reused:
+                    raise
+                reply, fds = self._exchange(frame, deadline)  # the old connection had dropped; requests may be repeated
+        except (OSError, EOFError) as error:
+            raise Unreachable(f"node client at {self._path}: {error or type(error).__name__}") from error
+        finally:
+            self._lock.release()
         if reply.error_reason:
             _close_all(fds)
             raise BY_REASON.get(reply.error_reason, KVPoolError)(reply.error_text)
         return reply, fds
 
-    def _exchange(self, frame: bytes) -> tuple[pb.LocalReply, list[int]]:
+    def _exchange(self, frame: bytes, deadline: Deadline) -> tuple[pb.LocalReply, list[int]]:
         """One request and its reply. After any error the connection is gone."""
-        deadline = Deadline(self._timeout_s)
         fds: list[int] = []
         try:
             if self._socket is None:

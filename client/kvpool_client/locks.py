@@ -31,6 +31,11 @@ def try_own(fd: int) -> bool:
     return True
 
 
+def disown(fd: int) -> None:
+    """Give up the owner's lock, whatever else keeps the open file description alive."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def open_for_worker(fd: int, worker_id: int) -> int:
     """A new descriptor, with an open file description of its own that holds the worker's lock; the caller closes it.
 
@@ -49,6 +54,27 @@ def worker_holds(fd: int, worker_id: int) -> bool:
     """True while the worker's lock exists. `fd` must be another open file description of the file."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _worker_byte(fcntl.F_WRLCK, worker_id))
     return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
+
+
+def worker_ids(fd: int) -> set[int]:
+    """The workers whose locks exist. `fd` must be another open file description of the file.
+
+    The kernel answers with one lock of a range that is asked for; the ranges on both sides of it are asked for next.
+    """
+    found: set[int] = set()
+    ranges = [(1, WORKER_ID_MAX)]
+    while ranges:
+        first, last = ranges.pop()
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, WORKER_LOCK_BASE + first, last - first + 1, 0)
+        kind, _, start, length, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+        if kind == fcntl.F_UNLCK:
+            continue
+        worker_id = start - WORKER_LOCK_BASE
+        end = worker_id + length - 1 if length else WORKER_ID_MAX  # 0: to the last byte that there can be
+        if worker_id == end:
+            found.add(worker_id)  # a wider one is no worker's, but hides what it covers
+        ranges.extend(rest for rest in ((first, worker_id - 1), (end + 1, last)) if rest[0] <= rest[1])
+    return found
 
 
 def _worker_byte(kind: int, worker_id: int) -> bytes:

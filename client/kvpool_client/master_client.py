@@ -2,8 +2,8 @@
 
 Rules
   - A call ends by its deadline, with the reply or a KVPoolError; nothing else is raised.
-  - No answer opens the breaker: from then on calls raise Unreachable at once. An empty Release, sent without waiting
-    for it, asks whether the Master is back, at intervals that grow and are spread at random. An answer closes it.
+  - No answer opens the breaker (breaker.py): from then on calls raise Unreachable at once. The probe is an empty
+    Release, sent without waiting for it.
   - The same request is sent once more only where the caller says that it may be, and within the same deadline.
     All ids are chosen by callers, so a request that had arrived all the same changes nothing when it comes again.
 """
@@ -16,17 +16,17 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
+from kvpool_client.breaker import BACKOFF_FIRST_MS, Breaker
 from kvpool_client.clock import SYSTEM, Clock
 from kvpool_proto import pool_pb2 as pb
-from kvpool_proto.errors import DeadlinePassed, Unreachable
+from kvpool_proto.errors import DeadlinePassed, KVPoolError, ProtocolError, Unreachable
 from kvpool_proto.pool_pb2_grpc import PoolStub
 from kvpool_proto.status import from_rpc_error
 
 MESSAGE_BYTES_MAX: Final = 16 << 20
 PROBE_TIMEOUT_S: Final = 1.0
-BACKOFF_FIRST_MS: Final = 100
-BACKOFF_MAX_MS: Final = 3_000
 
 # gRPC waits up to two minutes between its own attempts to connect; the breaker paces calls, so it may be quicker.
 _OPTIONS: Final = (
@@ -42,39 +42,6 @@ _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
 
-class Breaker:
-    """Closed: calls may go. Open: they may not, and now and then a probe is due. Pure; its owner locks.
-
-    spread: a random number in [0, 1), so that many workers do not probe at once.
-    """
-
-    def __init__(self) -> None:
-        self.open = False
-        self._backoff_ms = BACKOFF_FIRST_MS
-        self._probe_at_ms = 0
-        self._probing = False
-
-    def answered(self) -> None:
-        """The Master answered, be it with an error of its own."""
-        self.open = self._probing = False
-        self._backoff_ms = BACKOFF_FIRST_MS
-
-    def silent(self, now_ms: int, spread: float, *, probe: bool) -> None:
-        """A call, or the probe, got no answer. Calls that were under way when the breaker opened change nothing."""
-        if self.open and not probe:
-            return
-        self.open, self._probing = True, False
-        self._probe_at_ms = now_ms + int(self._backoff_ms * (0.5 + spread))
-        self._backoff_ms = min(2 * self._backoff_ms, BACKOFF_MAX_MS)
-
-    def take_probe(self, now_ms: int) -> bool:
-        """True for the one caller who is to probe now."""
-        if not self.open or self._probing or now_ms < self._probe_at_ms:
-            return False
-        self._probing = True
-        return True
-
-
 class MasterClient:
     """The Master at `address` ("host:port"). Thread safe. Connects by itself, when first used and ever again."""
 
@@ -86,6 +53,11 @@ class MasterClient:
         self._breaker = Breaker()
         self._lock = threading.Lock()
         self._closed = False
+
+    @property
+    def breaks(self) -> int:
+        """How often the Master was given up until a probe is answered."""
+        return self._breaker.opened
 
     def call(
         self,
@@ -115,7 +87,7 @@ class MasterClient:
                 reply = method(request, timeout=self._left_s(deadline_ms), wait_for_ready=True)
         except grpc.RpcError as error:
             self._note(_silent(error), probe=False)
-            raise from_rpc_error(error) from error
+            raise _meaning(error) from error
         except ValueError as error:  # gRPC's word for a channel that was closed
             raise Unreachable("the pool is closed") from error
         self._note(False, probe=False)
@@ -161,4 +133,11 @@ class MasterClient:
 
 def _silent(error: Any) -> bool:
     """Did nobody answer? A status with a reason of ours is an answer, whatever its code."""
-    return error.code() in _NO_ANSWER and isinstance(from_rpc_error(error), Unreachable)
+    return error.code() in _NO_ANSWER and isinstance(_meaning(error), Unreachable)
+
+
+def _meaning(error: Any) -> KVPoolError:
+    try:
+        return from_rpc_error(error)
+    except DecodeError:
+        return ProtocolError("the error's details cannot be read: is this the Master's address?")

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpool_client.bypass import BYPASS_LOADS, BYPASS_LOOKUPS, BYPASS_STORES
 from kvpool_client.local_server import LocalServer
 from kvpool_client.node import Node
 from kvpool_client.owned_segment import OwnedSegment
@@ -28,7 +29,11 @@ METRICS: Final[dict[str, str]] = {
     "kvpool_client_segment_bytes": "DRAM that this node offers to the pool, by segment.",
     "kvpool_client_segment_slabs": "Slabs of a segment.",
     "kvpool_client_segment_slabs_bound": "Of these, bound to a slot size: all bound means that no other size fits.",
-    "kvpool_client_prefault_seconds": "How long the start took to allocate and touch the segments.",
+    "kvpool_client_prefault_seconds": "How long the start took to adopt, or to allocate and touch, the segments.",
+    "kvpool_client_files_dropped_total": "Segment files of a former life that were not sound and made anew.",
+    "kvpool_client_slabs_dropped_total": "Slabs dropped at the start since their records were not sound.",
+    "kvpool_client_slots_dropped_total": "Slots dropped at the start since their headers were not sound.",
+    "kvpool_client_slots_cleared_total": "Slots cleared by the Master's order: removed, purged or bad blocks.",
     # its workers
     "kvpool_client_workers_attached": "Workers that map the segments now.",
     "kvpool_client_workers_gone_total": "Workers whose lock went: their open writes were given up.",
@@ -53,11 +58,15 @@ METRICS: Final[dict[str, str]] = {
     "kvpool_client_verify_failures_total": "Loads that found wrong bytes and refused them: above 0, suspect memory.",
     "kvpool_client_short_calls_total": "Lookups, loads and stores that did less than asked, by call and reason.",
     # the Master
-    "kvpool_client_session_state": "1 for the state of the session (joining, serving, fenced, draining, stopped).",
-    "kvpool_client_master_epoch": "The Master's life that is obeyed; 0 before the first.",
+    "kvpool_client_session_state": "1 for the state of the session (joining, serving, draining, stopped).",
+    "kvpool_client_master_epoch": "The Master's life that is obeyed, the highest seen; 0 before the first.",
     "kvpool_client_heartbeats_sent_total": "Heartbeats and reports sent.",
     "kvpool_client_heartbeat_failures_total": "Times that the Master was not reached, broke off or refused for now.",
     "kvpool_client_reconnects_total": "Sessions opened after the first.",
+    "kvpool_client_inventories_sent_total": "Inventories that the Master asked for and took.",
+    "kvpool_client_inventories_failed_total": "Inventories that broke off or were refused; they are sent again.",
+    "kvpool_client_reported_blocks_total": "Blocks in the inventories that were taken.",
+    "kvpool_client_bypass_state": "1 for each call (lookups, loads, stores) that an operator has switched off.",
     # the process
     "kvpool_client_memory_bytes": "Resident memory of the process without shared pages (segments).",
     "kvpool_client_build_info": "1, with the version.",
@@ -88,6 +97,8 @@ _OF_SEGMENT: Final[dict[str, Callable[[OwnedSegment], int]]] = {
     "kvpool_client_segment_slabs_bound": lambda segment: segment.slabs_bound,
 }
 
+_CALLS: Final = {"lookups": BYPASS_LOOKUPS, "loads": BYPASS_LOADS, "stores": BYPASS_STORES}
+
 
 @dataclass(frozen=True, slots=True)
 class Sources:
@@ -109,14 +120,27 @@ class NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """One family per name of METRICS."""
         yield from self._segments()
-        node, counts = self._sources.node, self._sources.registration.counts
+        node = self._sources.node
         yield _gauge("kvpool_client_prefault_seconds", self._sources.prefault_s)
+        adoptions = [segment.adoption for segment in node.segments]
+        yield _counter("kvpool_client_files_dropped_total", sum(bool(found.why) for found in adoptions))
+        yield _counter("kvpool_client_slabs_dropped_total", sum(found.slabs_dropped for found in adoptions))
+        yield _counter("kvpool_client_slots_dropped_total", sum(found.slots_dropped for found in adoptions))
+        yield _counter("kvpool_client_slots_cleared_total", node.slots_cleared_total)
         yield _gauge("kvpool_client_workers_attached", node.workers.attached)
         yield _counter("kvpool_client_workers_gone_total", node.workers.gone_total)
         yield _gauge("kvpool_client_local_connections", self._sources.local.open_connections)
         yield _counter("kvpool_client_blocks_checked_total", node.blocks_checked_total)
         yield _counter("kvpool_client_blocks_bad_total", node.blocks_bad_total)
         yield from self._use()
+        yield from self._master()
+        yield _gauge("kvpool_client_memory_bytes", _private_bytes())
+        build = GaugeMetricFamily(*_named("kvpool_client_build_info"), labels=["version"])
+        build.add_metric([self._sources.version], 1)
+        yield build
+
+    def _master(self) -> Iterator[Metric]:
+        node, counts = self._sources.node, self._sources.registration.counts
         states = GaugeMetricFamily(*_named("kvpool_client_session_state"), labels=["state"])
         for state in State:
             states.add_metric([state.value], float(state is self._sources.registration.state))
@@ -125,10 +149,13 @@ class NodeCollector(Collector):
         yield _counter("kvpool_client_heartbeats_sent_total", counts.heartbeats_sent)
         yield _counter("kvpool_client_heartbeat_failures_total", counts.failures)
         yield _counter("kvpool_client_reconnects_total", max(0, counts.sessions_opened - 1))
-        yield _gauge("kvpool_client_memory_bytes", _private_bytes())
-        build = GaugeMetricFamily(*_named("kvpool_client_build_info"), labels=["version"])
-        build.add_metric([self._sources.version], 1)
-        yield build
+        yield _counter("kvpool_client_inventories_sent_total", counts.inventories_sent)
+        yield _counter("kvpool_client_inventories_failed_total", counts.inventories_failed)
+        yield _counter("kvpool_client_reported_blocks_total", counts.blocks_reported)
+        calls = GaugeMetricFamily(*_named("kvpool_client_bypass_state"), labels=["call"])
+        for call, bit in _CALLS.items():
+            calls.add_metric([call], float(bool(node.bypass & bit)))
+        yield calls
 
     def _segments(self) -> Iterator[Metric]:
         for name, value in _OF_SEGMENT.items():

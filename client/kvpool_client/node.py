@@ -1,8 +1,10 @@
 """This node: its segments, who maps them, and what the Master last said of them.
 
 Rules
-  - One lock guards what the Master said (epoch, handles, incarnation) and every change of a segment.
-  - Workers are let in only while handles are known; they come in with the epoch and handles of one moment.
+  - One lock guards what the Master said (epoch, handles) and every change of a segment.
+  - Workers are let in only while handles are known; they come in with the epoch and handles of one moment. A new
+    epoch makes handles unknown until the Master says new ones.
+  - The incarnation and what the segments hold stay as they are, whatever the Master does.
   - An order to bind a slab as it is bound already changes nothing and is only confirmed again: the order may have
     crossed our first answer, and what workers wrote since must stay.
 """
@@ -10,14 +12,13 @@ Rules
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvpool_client.blockcheck import block_is_bad
-from kvpool_client.clock import Clock, new_incarnation
 from kvpool_client.logs import Log
 from kvpool_client.outbox import Outbox
 from kvpool_client.owned_segment import OwnedSegment
-from kvpool_client.session import Order
+from kvpool_client.session_messages import Clearing, Order, Tombstones
 from kvpool_client.use import UseTotals
 from kvpool_client.workers import Workers
 from kvpool_proto import pool_pb2 as pb
@@ -25,10 +26,14 @@ from kvpool_proto.errors import ProtocolError, UnknownSegment, Unreachable
 
 
 class Node:
-    """Thread-safe. `segments` stay the caller's to close."""
+    """Thread-safe. `segments` stay the caller's to close.
+
+    incarnation: above those of former lives. It and the highest epoch that any segment has seen are written to every
+    superblock.
+    """
 
     def __init__(
-        self, node_id: str, incarnation: int, segments: Sequence[OwnedSegment], workers_max: int, clock: Clock, log: Log
+        self, node_id: str, incarnation: int, segments: Sequence[OwnedSegment], workers_max: int, log: Log
     ) -> None:
         self.node_id = node_id
         self.segments = tuple(segments)
@@ -37,31 +42,51 @@ class Node:
         self.use = UseTotals()
         self.blocks_checked_total = 0
         self.blocks_bad_total = 0
-        self._clock = clock
+        self.slots_cleared_total = 0
+        self.bypass = self.segments[0].bypass()  # as a former life left it
         self._log = log
         self._lock = threading.Lock()
         self._incarnation = incarnation
-        self._epoch = 0
+        self._epoch = max(segment.epoch_seen for segment in self.segments)
         self._handles: tuple[int, ...] = ()
+        self._dead: dict[bytes, int] = {}
+        self._identify()
 
     @property
     def incarnation(self) -> int:
-        """This life of the node's contents."""
+        """This life of the node client."""
         return self._incarnation
 
     @property
     def epoch(self) -> int:
-        """The highest epoch obeyed."""
+        """The highest epoch obeyed, by this life of the node client or a former one; 0: none."""
         return self._epoch
+
+    @property
+    def handles(self) -> tuple[int, ...]:
+        """What the Master calls the segments, in their order; empty: it has not said."""
+        return self._handles
+
+    @property
+    def dead(self) -> dict[bytes, int]:
+        """The newest dead stamp of each namespace that was purged, as far as the Master has said; a copy."""
+        with self._lock:
+            return self._dead.copy()
 
     def offers(self) -> list[pb.SegmentOffer]:
         """The segments as the Master is told of them."""
-        return [
-            pb.SegmentOffer(
-                index=plan.index, size_bytes=plan.size_bytes, slab_bytes=plan.slab_bytes, numa_node=plan.numa_node
-            )
-            for plan in (segment.plan for segment in self.segments)
-        ]
+        with self._lock:
+            return [
+                pb.SegmentOffer(
+                    index=segment.plan.index,
+                    size_bytes=segment.plan.size_bytes,
+                    slab_bytes=segment.plan.slab_bytes,
+                    numa_node=segment.plan.numa_node,
+                    contents=segment.contents,
+                    holds=segment.holds,
+                )
+                for segment in self.segments
+            ]
 
     # -- what the Master wants -------------------------------------------------------------------------
 
@@ -71,21 +96,31 @@ class Node:
             self._handles = handles
 
     def obey(self, epoch: int) -> None:
-        """Write the epoch to every superblock."""
+        """Write the epoch to every superblock; the handles of the former one mean nothing any more."""
         with self._lock:
             self._epoch = epoch
+            self._handles = ()
             self._identify()
 
-    def clear(self) -> int:
-        """Turn workers away, forget all contents; answers the new incarnation."""
+    def set_bypass(self, bits: int) -> None:
+        """Write the switch to every superblock, where workers see it at their next call. bits: see bypass.py."""
         with self._lock:
-            self._handles = ()
-            self.outbox.forget()
-            self._incarnation = new_incarnation(self._clock, self._incarnation)
-            self._identify()
+            if bits != self.bypass:
+                self._log.warning("bypass", bits=bits)
+            self.bypass = bits
             for segment in self.segments:
-                segment.unbind_all()
-            return self._incarnation
+                segment.set_bypass(bits)
+
+    def bury(self, tombstones: Tombstones) -> None:
+        """Clear what is dead. What was buried before is not looked for again: inventories leave it out anyway."""
+        for namespace, stamp in tombstones:
+            with self._lock:
+                if stamp <= self._dead.get(namespace, -1):
+                    continue
+                self._dead[namespace] = stamp
+                slots = sum(segment.bury(namespace, stamp) for segment in self.segments)
+                self.slots_cleared_total += slots
+            self._log.info("buried", namespace=namespace, stamp=stamp, slots=slots)
 
     def bind(self, order: Order) -> None:
         """Carry out an order; the Master will be told. Raises UnknownSegment, ProtocolError: nothing was done then."""
@@ -97,6 +132,19 @@ class Node:
         self.outbox.slab_bound(
             pb.SlabBound(segment=order.segment, slab=order.slab, slot_bytes=order.slot_bytes, generation=generation)
         )
+
+    def clear_slots(self, order: Clearing) -> None:
+        """Carry out an order; the Master will be told. Raises UnknownSegment, ProtocolError: nothing was done then."""
+        with self._lock:
+            cleared = self._segment(order.segment).clear_slots(order.slot_bytes, order.runs)
+            self.slots_cleared_total += cleared
+        self.outbox.slots_cleared(order.number)
+
+    def answer_workers(self, ids: Iterable[int]) -> None:
+        """Which of these workers are gone? The Master will be told. 0 is none."""
+        for worker_id in self.workers.gone_of(ids):
+            if worker_id:
+                self.outbox.worker_gone(worker_id)
 
     # -- what workers want -----------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Rules
   - Bounded: a block reported bad when too many wait is dropped (a reader will complain again).
   - A session that breaks may lose what was sent last. So the next one begins with all workers that went lately, and
-    without slabs bound: the Master orders again what it saw no answer to.
+    without answers to orders: the Master orders again what it saw no answer to.
   - Only the session opened last takes anything.
 """
 
@@ -28,6 +28,7 @@ class Outbox:
         self._wake = threading.Condition()
         self._session = 0
         self._bound: deque[pb.SlabBound] = deque()
+        self._cleared: deque[int] = deque()
         self._bad: deque[pb.BadBlock] = deque(maxlen=BAD_MAX)
         self._gone: deque[int] = deque(maxlen=GONE_MAX)
         self._gone_unsent: deque[int] = deque(maxlen=GONE_MAX)
@@ -38,6 +39,12 @@ class Outbox:
             self._bound.append(bound)
             self._wake.notify_all()
 
+    def slots_cleared(self, order: int) -> None:
+        """The same for an order to clear slots, by its number."""
+        with self._wake:
+            self._cleared.append(order)
+            self._wake.notify_all()
+
     def block_bad(self, block: pb.BadBlock) -> None:
         """A block was found bad."""
         with self._wake:
@@ -46,25 +53,19 @@ class Outbox:
                 self._wake.notify_all()
 
     def worker_gone(self, worker_id: int) -> None:
-        """A worker's lock is gone."""
+        """A worker's lock is gone. May be said again."""
         with self._wake:
-            self._gone.append(worker_id)
+            if worker_id not in self._gone:
+                self._gone.append(worker_id)
             self._gone_unsent.append(worker_id)
             self._wake.notify_all()
-
-    def forget(self) -> None:
-        """Drop everything: it was about contents that are no more."""
-        with self._wake:
-            self._bound.clear()
-            self._bad.clear()
-            self._gone.clear()
-            self._gone_unsent.clear()
 
     def open(self) -> int:
         """A session begins; answers its number. The one before is over."""
         with self._wake:
             self._session += 1
             self._bound.clear()
+            self._cleared.clear()
             self._gone_unsent = self._gone.copy()
             self._wake.notify_all()
             return self._session
@@ -83,6 +84,8 @@ class Outbox:
                 return False
             message.slabs_bound.extend(self._bound)
             self._bound.clear()
+            message.cleared.extend(self._cleared)
+            self._cleared.clear()
             message.workers_gone.extend(self._gone_unsent)
             self._gone_unsent.clear()
             size_bytes = 0
@@ -92,4 +95,4 @@ class Outbox:
             return True
 
     def _pending(self) -> bool:
-        return bool(self._bound or self._bad or self._gone_unsent)
+        return bool(self._bound or self._cleared or self._bad or self._gone_unsent)

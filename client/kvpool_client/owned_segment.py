@@ -1,34 +1,58 @@
-"""The node client's own segments: make the file, bind slabs, let workers in, remove it.
+"""The node client's own segments: make the file or adopt it, bind slabs, clear slots, let workers in, remove it.
 
 Rules
   - A file is allocated and touched in full before it is offered, and never truncated: no SIGBUS in a worker.
   - The owner keeps its own copy of generations and slot sizes: a worker that scribbles over the slab table spoils
     reads (misses), not the owner's account.
   - A slab is bound in this order: clear its slot table, barrier, write its record with the next generation.
-  - A file whose lock can be had (locks.py) is a dead owner's; one whose lock is held is left alone.
+  - The superblock stands in the file twice and is written one copy after the other: a process that dies in between
+    leaves one that is whole. Its check covers all of it; the epoch and the bypass word of the copy that workers read
+    live are each written by one store before that copy is, so that they are never read torn.
+  - A dead owner's file is adopted as far as it can be verified: adoption.py.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
-from kvpool_client import locks, pages
-from kvpool_client.headers import MAGIC, SLAB_RECORD, SUPERBLOCK, VERSION, Barrier, record_check
+from kvpool_client import locks, pages, segment_files
+from kvpool_client.adoption import (
+    Adoption,
+    check_identity,
+    new_contents,
+    read_records,
+    torn_headers,
+)
+from kvpool_client.headers import (
+    COMMITTED,
+    MAGIC,
+    SLAB_RECORD,
+    SLOT_HEADER,
+    SUPERBLOCK,
+    SUPERBLOCK_COPIES,
+    VERSION,
+    WRITING,
+    Array,
+    Barrier,
+    record_check,
+)
 from kvpool_client.segment import SegmentMap, SlabRecord
-from kvpool_client.start_error import StartError
-from kvpool_proto.errors import ProtocolError
-from kvpool_proto.geometry import SLAB_RECORD_BYTES, SUPERBLOCK_BYTES, check_segment, file_bytes, slot_table_bytes
+from kvpool_proto.errors import ProtocolError, SlabChanged
+from kvpool_proto.geometry import (
+    SLAB_RECORD_BYTES,
+    SLOT_HEADER_BYTES,
+    SUPERBLOCK_BYTES,
+    check_segment,
+    file_bytes,
+    slot_table_bytes,
+)
 
-NODE_ID_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Node ids are parts of file names."""
+NODE_ID_PATTERN = segment_files.NODE_ID_PATTERN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +69,56 @@ class SegmentPlan:
 
     @property
     def path(self) -> Path:
-        """The file's name, unique on this machine as long as node ids are."""
-        return self.directory / f"kvpool-{self.node_id}-{self.index}.seg"
+        """The file's path."""
+        return self.directory / segment_files.name_of(self.node_id, self.index)
 
 
 class OwnedSegment(SegmentMap):
-    """The node client's own segment. One thread at a time may change it; use create()."""
+    """The node client's own segment. One thread at a time may change it; use open() or create().
+
+    adoption: what became of the file that was there. former_incarnation, epoch_seen: what the adopted file says; 0
+    for a new one.
+    """
 
     def __init__(self, fd: int, plan: SegmentPlan) -> None:
         super().__init__(fd, plan.size_bytes, plan.slab_bytes)
         self.plan = plan
+        self.adoption = Adoption()
+        self.former_incarnation = 0
+        self.epoch_seen = 0
         self._fd = fd
         self._barrier = Barrier()
         self._bound = [SlabRecord(0, 0, 0)] * self.slabs
+        self._incarnation = 0
+        self._epoch = 0
+        self._contents = new_contents()
+        self._bypass = 0
+
+    @classmethod
+    def open(
+        cls, plan: SegmentPlan, *, incarnation: int, prefault_threads: int, progress: Callable[[int], None]
+    ) -> OwnedSegment:
+        """Adopt the plan's file if a dead owner left it and it is sound; else drop it, and create.
+
+        The adopted file gets `incarnation`, or a higher one if it had one as high. Raises as create; StartError also
+        if a live process holds the file.
+        """
+        check_segment(plan.size_bytes, plan.slab_bytes)
+        why = ""
+        fd = segment_files.take(plan.path)
+        if fd is not None:
+            try:
+                return cls._adopt(fd, plan, incarnation)
+            except ProtocolError as error:
+                why = str(error)
+                os.unlink(plan.path)  # those who have it mapped keep it
+                os.close(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        segment = cls.create(plan, incarnation=incarnation, prefault_threads=prefault_threads, progress=progress)
+        segment.adoption = Adoption(why=why)
+        return segment
 
     @classmethod
     def create(
@@ -71,7 +132,7 @@ class OwnedSegment(SegmentMap):
         check_segment(plan.size_bytes, plan.slab_bytes)
         length = file_bytes(plan.size_bytes, plan.slab_bytes)
         pages.check_huge_pages(plan.directory, plan.huge_pages, length)
-        fd = _claim(plan)
+        fd = segment_files.make(plan.path)
         try:
             os.ftruncate(fd, length)
             segment = cls(fd, plan)
@@ -89,23 +150,41 @@ class OwnedSegment(SegmentMap):
         """How many slabs are bound to a slot size."""
         return sum(record.slot_bytes > 0 for record in self._bound)
 
+    @property
+    def holds(self) -> bool:
+        """True when a slab is bound: there may be blocks in it."""
+        return any(record.slot_bytes for record in self._bound)
+
+    @property
+    def contents(self) -> int:
+        """The number of what the slabs hold, never 0: kept from life to life, new when something was lost."""
+        return self._contents
+
     def bound_to(self, slab: int) -> SlabRecord:
         """How the slab is bound, by the owner's own account. Raises ProtocolError out of range."""
         if not 0 <= slab < self.slabs:
             raise ProtocolError(f"slab {slab}: the segment has {self.slabs}")
         return self._bound[slab]
 
+    def own_table(self, slab: int) -> Array:
+        """The slot table of a slab, by the owner's own account: SLOT_HEADER (slots,), a live view.
+
+        Raises ProtocolError out of range, SlabChanged if the segment is closed.
+        """
+        slots = self.bound_to(slab).slots
+        return self._view(self._slab_start(slab), slots * SLOT_HEADER_BYTES).view(SLOT_HEADER)
+
+    # -- changes ---------------------------------------------------------------------------------------
+
     def identify(self, incarnation: int, epoch: int) -> None:
         """Write the superblock: whose life this is, and the highest epoch obeyed. Workers see it at once."""
-        block = np.zeros(1, dtype=SUPERBLOCK)
-        plan = self.plan
-        identity = np.void(plan.node_id.encode().ljust(256, b"\0"))
-        block[0] = (MAGIC, VERSION, identity, incarnation, epoch, plan.size_bytes, plan.slab_bytes, plan.index, 0, 0)
-        block["check"] = record_check(block)
-        self._epoch_word()[0] = epoch  # in one store: it is read without the check
-        self._barrier()
-        self.memory[: SUPERBLOCK.itemsize] = block.view(np.uint8)
-        self._barrier()
+        self._incarnation, self._epoch = incarnation, epoch
+        self._write_superblock()
+
+    def set_bypass(self, bits: int) -> None:
+        """Write what workers skip (bits of bypass.py). They see it at once."""
+        self._bypass = bits
+        self._write_superblock()
 
     def bind_slab(self, slab: int, slot_bytes: int) -> int:
         """Clear the slab's slot table for slots of slot_bytes and raise its generation, which is returned.
@@ -117,29 +196,134 @@ class OwnedSegment(SegmentMap):
         self._bind(slab, SlabRecord(generation, slot_bytes, slots), cleared_slots=slots)
         return generation
 
-    def unbind_all(self) -> None:
-        """Forget all contents: clear the tables of all bound slabs and raise their generations."""
+    def clear_slots(self, slot_bytes: int, runs: Iterable[tuple[int, int, int]]) -> int:
+        """Clear the headers in runs of (first slot, slots, stamp) that show just that stamp and are not WRITING.
+
+        Answers how many. Slots of slabs that are not bound to this size hold nothing of it. Raises ProtocolError for
+        a size or a run that cannot be: nothing was done then.
+        """
+        per_slab = self._slots(slot_bytes)
+        wanted = list(runs)
+        if any(first < 0 or slots < 1 or first + slots > per_slab * self.slabs for first, slots, _ in wanted):
+            raise ProtocolError(f"a run outside the {per_slab * self.slabs} slots of {slot_bytes} bytes")
+        cleared = 0
+        for first, slots, stamp in wanted:
+            for slab in range(first // per_slab, (first + slots - 1) // per_slab + 1):
+                if self._bound[slab].slot_bytes == slot_bytes:
+                    base = slab * per_slab
+                    headers = self.own_table(slab)[max(0, first - base) : first + slots - base]
+                    cleared += _clear(headers, (headers["stamp"] == stamp) & (headers["state"] != WRITING))
+        self._barrier()
+        return cleared
+
+    def bury(self, namespace: bytes, stamp: int) -> int:
+        """Clear the COMMITTED headers of a namespace with a stamp up to this one, everywhere. Answers how many."""
+        cleared = 0
         for slab, record in enumerate(self._bound):
             if record.slot_bytes:
-                self._bind(slab, SlabRecord(record.generation + 1, 0, 0), cleared_slots=record.slots)
+                headers = self.own_table(slab)
+                dead = (headers["stamp"] <= stamp) & (headers["state"] == COMMITTED)
+                cleared += _clear(headers, dead & (headers["namespace"] == np.void(namespace)))
+        self._barrier()
+        return cleared
+
+    # -- workers and the file --------------------------------------------------------------------------
 
     def open_for_worker(self, worker_id: int) -> int:
-        """A descriptor for one worker, under its lock (locks.py); the caller closes it. Raises OSError."""
-        return locks.open_for_worker(self._fd, worker_id)
+        """A descriptor for one worker, under its lock (locks.py); the caller closes it.
+
+        Raises OSError; SlabChanged, as the next two, if the segment is closed.
+        """
+        return locks.open_for_worker(self._open_fd(), worker_id)
 
     def held_by(self, worker_id: int) -> bool:
         """True while that worker has the segment open or mapped."""
-        return locks.worker_holds(self._fd, worker_id)
+        return locks.worker_holds(self._open_fd(), worker_id)
+
+    def mapped_workers(self) -> set[int]:
+        """The workers that have the segment open or mapped, let in by this life of the node client or a former one."""
+        return locks.worker_ids(self._open_fd())
 
     def unlink(self) -> None:
         """Remove the file's name if it still means this file. Workers keep their mappings."""
-        if _is_at(self._fd, self.plan.path):
+        if segment_files.is_at(self._fd, self.plan.path):
             os.unlink(self.plan.path)
 
     def close(self) -> None:
         """Unmap and give up the owner's lock. Once only. Never raises."""
         super().close()
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        locks.disown(fd)  # views may keep the mapping, and with it a duplicate of the descriptor
+        os.close(fd)
+
+    @classmethod
+    def _adopt(cls, fd: int, plan: SegmentPlan, incarnation: int) -> OwnedSegment:
+        """The segment in a file that we hold the lock of. Raises ProtocolError if it is not the plan's."""
+        length = file_bytes(plan.size_bytes, plan.slab_bytes)
+        if os.fstat(fd).st_size != length:
+            raise ProtocolError(f"it has {os.fstat(fd).st_size} bytes, not {length}")
+        segment = cls(fd, plan)
+        try:
+            pages.allocate(fd, 0, SUPERBLOCK_BYTES)
+            found = segment.superblock
+            check_identity(found, plan.node_id, plan.index, plan.size_bytes, plan.slab_bytes)
+            pages.check_huge_pages(plan.directory, plan.huge_pages, length)
+            pages.place(segment.memory, plan.huge_pages, plan.numa_node)
+            pages.allocate(fd, 0, length)
+            segment.former_incarnation, segment.epoch_seen = found.incarnation, found.epoch
+            segment._contents, segment._bypass = found.contents, found.bypass
+            segment._incarnation, segment._epoch = max(incarnation, found.incarnation + 1), found.epoch
+            segment._take_stock()
+        except BaseException:
+            SegmentMap.close(segment)
+            raise
+        return segment
+
+    def _open_fd(self) -> int:
+        if self._fd < 0:
+            raise SlabChanged("the segment is closed here")
+        return self._fd
+
+    def _take_stock(self) -> None:
+        """Check records and headers; drop what is unsound, under a new number of the contents."""
+        self._bound, lost = read_records(self)
+        torn = torn_headers(self)
+        if torn and self.mapped_workers():
+            torn = []
+        if lost or torn:
+            self._contents = new_contents()
+        self._write_superblock()
+        for slab in lost:
+            self._bind(slab, self._bound[slab], cleared_slots=0)
+        for slab, slots in torn:
+            headers = self.own_table(slab)
+            _clear(headers, slots)
+        self._barrier()
+        self.adoption = Adoption(kept=True, slots_dropped=sum(len(slots) for _, slots in torn), slabs_dropped=len(lost))
+
+    def _write_superblock(self) -> None:
+        block = np.zeros(1, dtype=SUPERBLOCK)
+        plan = self.plan
+        block[0] = (
+            MAGIC,
+            VERSION,
+            np.void(plan.node_id.encode().ljust(256, b"\0")),
+            self._incarnation,
+            self._epoch,
+            plan.size_bytes,
+            plan.slab_bytes,
+            plan.index,
+            self._contents,
+            self._bypass,
+            0,
+        )
+        block["check"] = record_check(block)
+        for start in SUPERBLOCK_COPIES:
+            if start == 0:  # the one that workers read live, a word in one store
+                self._epoch_word()[0], self._bypass_word()[0] = self._epoch, self._bypass
+                self._barrier()
+            self._view(start, SUPERBLOCK.itemsize)[:] = block.view(np.uint8)
+            self._barrier()
 
     def _bind(self, slab: int, record: SlabRecord, cleared_slots: int) -> None:
         start = self._slab_start(slab)
@@ -154,59 +338,26 @@ class OwnedSegment(SegmentMap):
         self._bound[slab] = record
 
 
-def remove_stale(directory: Path, node_id: str) -> list[tuple[Path, int]]:
-    """Remove the files that a former, dead node client of this id left; answers their paths and lengths.
+def remove_leftovers(plans: Sequence[SegmentPlan]) -> list[tuple[Path, int]]:
+    """Remove the files of this node id that none of `plans` wants; answers their paths and lengths.
 
-    Raises StartError when a live process holds one. Adopting their contents will begin here.
+    All plans are of one node and one directory. Raises StartError when a live process holds such a file.
     """
-    ours = re.compile(rf"kvpool-{re.escape(node_id)}-\d+\.seg")
+    wanted = {plan.path for plan in plans}
     removed: list[tuple[Path, int]] = []
-    for path in sorted(directory.iterdir()):
-        if not ours.fullmatch(path.name):
+    for path, node_id, _ in list(segment_files.named_like_segments(plans[0].directory)):
+        if node_id != plans[0].node_id or path in wanted:
             continue
-        fd = _open_ours(path, os.O_RDWR)
-        try:
-            _own(fd, path)
-            if _is_at(fd, path):
-                os.unlink(path)
-                removed.append((path, os.fstat(fd).st_size))
-        finally:
+        fd = segment_files.take(path)
+        if fd is not None:
+            os.unlink(path)
+            removed.append((path, os.fstat(fd).st_size))
             os.close(fd)
     return removed
 
 
-def _claim(plan: SegmentPlan) -> int:
-    """Create the file, empty and locked; the descriptor is the caller's. Raises StartError."""
-    fd = _open_ours(plan.path, os.O_RDWR | os.O_CREAT)
-    try:
-        _own(fd, plan.path)
-        if os.fstat(fd).st_size or not _is_at(fd, plan.path):
-            raise StartError(f"{plan.path} appeared meanwhile: is another node client of this id starting?")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _open_ours(path: Path, flags: int) -> int:
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise StartError(f"cannot open {path}: {error.strerror}; see segment_dir") from error
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        os.close(fd)
-        raise StartError(f"{path} is not a file of this user; remove it or change node_id")
-    return fd
-
-
-def _own(fd: int, path: Path) -> None:
-    if not locks.try_own(fd):
-        raise StartError(f"{path} belongs to a running node client: stop it, or give this one another node_id")
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
-        return False
+def _clear(headers: Array, rows: Array) -> int:
+    """Zero headers of a live table, given by a mask or by indexes. Answers how many."""
+    which = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+    headers.view(np.uint8).reshape(-1, SLOT_HEADER_BYTES)[which] = 0
+    return len(which)

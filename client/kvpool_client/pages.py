@@ -72,6 +72,19 @@ def place(memory: Bytes, huge_pages: HugePages, numa_node: int) -> None:
         _libc().madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), mmap.MADV_HUGEPAGE)
 
 
+def allocate(fd: int, start: int, length: int) -> None:
+    """See that every page of these bytes of the file is there; those that are stay as they are.
+
+    Raises StartError when the file system has no room.
+    """
+    try:
+        os.posix_fallocate(fd, start, length)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise StartError(f"no room for {length} bytes more ({error.strerror}): lower segment_bytes") from error
+        raise
+
+
 def populate(fd: int, memory: Bytes, threads: int, progress: Callable[[int], None]) -> None:
     """Allocate and touch every page. progress(bytes) is called from the threads; what it raises ends the work.
 
@@ -81,12 +94,7 @@ def populate(fd: int, memory: Bytes, threads: int, progress: Callable[[int], Non
     def one(start: int) -> None:
         """Populate the piece at byte `start`; raises StartError when there is no room."""
         length = min(PIECE_BYTES, len(memory) - start)
-        try:
-            os.posix_fallocate(fd, start, length)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise StartError(f"no room for {len(memory)} bytes ({error.strerror}): lower segment_bytes") from error
-            raise
+        allocate(fd, start, length)
         memory[start : start + length : PAGE_BYTES] = 0
         progress(length)
 

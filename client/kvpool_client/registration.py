@@ -1,9 +1,10 @@
-"""Carries out what session.py decides: registers, keeps the session stream, retires.
+"""Carries out what session.py decides: registers, keeps the session stream, reports inventories, retires.
 
 Rules
-  - A channel and a thread of its own; heartbeats leave from gRPC's sending thread, so that neither a long order nor a
-    slow call delays them.
-  - Every call has a deadline; there is no end of trying again.
+  - A channel and a thread of its own; heartbeats and inventories leave from gRPC's sending threads, so that neither a
+    long order nor a slow call delays them.
+  - Every call has a deadline, but the two streams: they end with the session, which ends when the Master is silent.
+    There is no end of trying again.
   - Events of a stream that was closed are dropped.
 """
 
@@ -13,28 +14,33 @@ import queue
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
 from kvpool_client.clock import Clock
+from kvpool_client.inventory_report import InventoryReport
 from kvpool_client.logs import Log
 from kvpool_client.node import Node
-from kvpool_client.session import (
+from kvpool_client.session import Session, State
+from kvpool_client.session_messages import (
     Announce,
+    AnswerWorkers,
     Bind,
-    Clear,
-    Cleared,
+    Bury,
+    Clearing,
+    ClearSlots,
     CloseSession,
     Due,
     Event,
     Failed,
     Forgotten,
-    Heard,
     HeartbeatOk,
     Instruction,
+    InventoryDone,
+    InventoryFailed,
     Left,
     ObeyEpoch,
     OpenSession,
@@ -42,20 +48,19 @@ from kvpool_client.session import (
     Probe,
     Refused,
     Register,
-    Registered,
+    ReportInventory,
     Retire,
-    Session,
-    State,
+    SetBypass,
     Stop,
 )
+from kvpool_client.session_wire import heard, registered
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto import pool_pb2_grpc
-from kvpool_proto.errors import BadRequest, KVPoolError, StaleIncarnation, UnknownNode, UnknownSegment
+from kvpool_proto.errors import BadRequest, KVPoolError, ProtocolError, StaleIncarnation, UnknownNode, UnknownSegment
 from kvpool_proto.status import from_rpc_error
 
 EVENTS_MAX: Final = 1024
 HEARTBEAT_MS_MIN: Final = 10
-SILENCE_MS_DEFAULT: Final = 5_000
 
 _CHANNEL_OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
@@ -64,6 +69,7 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),  # ours is above it
 )
+_Order = TypeVar("_Order", Order, Clearing)
 _AWAY: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -75,6 +81,11 @@ class Counts:
     failures: int = 0
     """Times that the Master was not reached, broke off, or refused for now."""
     sessions_opened: int = 0
+    inventories_sent: int = 0
+    """To the end, and taken by the Master."""
+    inventories_failed: int = 0
+    blocks_reported: int = 0
+    """By those that were taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +111,11 @@ class Registration:
         self._timeout_s = rpc_timeout_ms / 1000
         self._clock = clock
         self._log = log
-        self._session = Session(node.incarnation, backoff_max_ms)
+        self._session = Session(node.incarnation, backoff_max_ms, node.epoch)
         self._heartbeat_s = 1.0
-        self._events: queue.Queue[tuple[_Stream | None, Event]] = queue.Queue(EVENTS_MAX)
+        self._events: queue.Queue[tuple[_Stream | InventoryReport | None, Event]] = queue.Queue(EVENTS_MAX)
         self._stream: _Stream | None = None
+        self._report: InventoryReport | None = None
         self._target = target
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
 
@@ -118,9 +130,12 @@ class Registration:
         self._stub = pool_pb2_grpc.NodesStub(self._channel)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Retire and end. Takes a few rpc_timeout_ms at most."""
-        self._events.put((None, Stop()))
+    def stop(self, *, discard: bool) -> None:
+        """End the session; the Master keeps what it knows of this node for a while. discard: retire, for good.
+
+        Takes a few rpc_timeout_ms at most.
+        """
+        self._events.put((None, Stop(discard)))
         self._thread.join()
 
     def _run(self) -> None:
@@ -141,11 +156,14 @@ class Registration:
         while True:
             left_s = None if wake_ms is None else max(0.0, (wake_ms - self._clock.now_ms()) / 1000)
             try:
-                stream, event = self._events.get(timeout=left_s)
+                source, event = self._events.get(timeout=left_s)
             except queue.Empty:
                 return Due()
-            if stream is None or stream is self._stream:
+            if self._counts_still(source):
                 return event
+
+    def _counts_still(self, source: _Stream | InventoryReport | None) -> bool:
+        return source is None or source is self._stream or source is self._report
 
     def _drive(self, event: Event) -> None:
         """Apply an event and those that come of it."""
@@ -170,6 +188,8 @@ class Registration:
         if isinstance(event, Refused) and session.state is State.STOPPED:
             self.refused = event.why
             self._log.error("refused", why=event.why)
+        if isinstance(event, InventoryDone | InventoryFailed):
+            self._tell_inventory(event)
         if session.state is not before:
             self._log.info(
                 "session", state=session.state.value, why=session.why, epoch=session.epoch,
@@ -179,6 +199,18 @@ class Registration:
             self.serving.set()
         else:
             self.serving.clear()
+
+    def _tell_inventory(self, event: InventoryDone | InventoryFailed) -> None:
+        if isinstance(event, InventoryFailed):
+            self.counts.inventories_failed += 1
+            self._log.warning("inventory_failed", number=event.number, why=event.why)
+        elif self._report is not None and (taken := self._report.taken) is not None:
+            self.counts.inventories_sent += 1
+            self.counts.blocks_reported += self._report.blocks
+            self._log.info(
+                "inventory_taken", number=event.number, blocks=self._report.blocks, taken=taken.blocks_taken,
+                surplus=taken.blocks_surplus, unclaimed=taken.blocks_unclaimed
+            )  # fmt: skip
 
     def _perform(self, instruction: Instruction) -> Event | None:
         match instruction:
@@ -190,21 +222,37 @@ class Registration:
                 self._close_session()
             case Probe():
                 return self._probe()
-            case Announce(handles):
-                self._node.announce(handles)
-            case ObeyEpoch(epoch):
-                self._node.obey(epoch)
-            case Bind(orders):
-                self._bind(orders)
-            case Clear():
-                return Cleared(self._node.clear())
             case Retire(incarnation):
                 return self._retire(incarnation)
+            case ReportInventory(number):
+                self._report_inventory(number)
+            case Bind(orders):
+                self._carry_out("bind_slab", self._node.bind, orders)
+            case ClearSlots(orders):
+                self._carry_out("clear_slots", self._node.clear_slots, orders)
+            case _:
+                self._tell_node(instruction)
         return None
+
+    def _tell_node(self, instruction: Announce | ObeyEpoch | Bury | SetBypass | AnswerWorkers) -> None:
+        node = self._node
+        match instruction:
+            case Announce(handles):
+                node.announce(handles)
+            case ObeyEpoch(epoch):
+                node.obey(epoch)
+            case Bury(tombstones):
+                node.bury(tombstones)
+            case SetBypass(bits):
+                node.set_bypass(bits)
+            case AnswerWorkers(ids):
+                node.answer_workers(ids)
 
     def _register(self, incarnation: int) -> Event:
         offers = self._node.offers()
-        request = pb.RegisterRequest(node_id=self._node.node_id, incarnation=incarnation, segments=offers)
+        request = pb.RegisterRequest(
+            node_id=self._node.node_id, incarnation=incarnation, segments=offers, epoch_seen=self._session.epoch
+        )
         try:
             reply = self._stub.Register(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
@@ -212,10 +260,11 @@ class Registration:
             if isinstance(refusal, StaleIncarnation | BadRequest):
                 return Refused(f"{refusal.reason}: {refusal}")
             return self._failed(str(refusal))
-        if len(reply.segment_handles) != len(offers) or not reply.epoch:
-            return self._failed("the Master's answer does not fit the offer")
         self._heartbeat_s = max(HEARTBEAT_MS_MIN, reply.heartbeat_ms) / 1000
-        return Registered(reply.epoch, tuple(reply.segment_handles), reply.suspect_ms or SILENCE_MS_DEFAULT)
+        try:
+            return registered(reply, len(offers))
+        except ProtocolError as error:
+            return self._failed(str(error))
 
     def _open_session(self) -> None:
         number = self._node.outbox.open()
@@ -225,10 +274,21 @@ class Registration:
         threading.Thread(target=self._listen, args=(stream,), name="session-reader", daemon=True).start()
 
     def _close_session(self) -> None:
+        self._cancel_inventory()
         stream, self._stream = self._stream, None
         if stream is not None:
             self._node.outbox.close()
             stream.call.cancel()
+
+    def _report_inventory(self, number: int) -> None:
+        self._cancel_inventory()
+        self._report = InventoryReport(self._node, number)
+        self._report.start(self._stub, self._hand_over)
+
+    def _cancel_inventory(self) -> None:
+        report, self._report = self._report, None
+        if report is not None:
+            report.cancel()
 
     def _heartbeats(self, number: int, incarnation: int) -> Iterator[pb.SessionUp]:
         """What we say on a session: reports at once, and something at least every heartbeat. Runs in gRPC's thread."""
@@ -246,17 +306,18 @@ class Registration:
         """Hand what the Master says on a stream to our thread."""
         try:
             for message in stream.call:
-                orders = tuple(Order(order.segment, order.slab, order.slot_bytes) for order in message.bind_slabs)
-                self._hand_over(stream, Heard(message.epoch, orders, message.retired))
+                self._hand_over(stream, heard(message))
             event: Event = self._failed("the Master ended the session")
+        except ProtocolError as error:
+            event = self._failed(str(error))
         except grpc.RpcError as error:
             event = self._why_ended(from_rpc_error(error))
         self._hand_over(stream, event)
 
-    def _hand_over(self, stream: _Stream, event: Event) -> None:
-        while self._stream is stream:
+    def _hand_over(self, source: _Stream | InventoryReport, event: Event) -> None:
+        while self._counts_still(source):
             try:
-                self._events.put((stream, event), timeout=0.5)
+                self._events.put((source, event), timeout=0.5)
                 break
             except queue.Full:
                 continue
@@ -279,12 +340,12 @@ class Registration:
                 return self._failed(f"silent: {refusal.details()}")
         return HeartbeatOk()
 
-    def _bind(self, orders: tuple[Order, ...]) -> None:
+    def _carry_out(self, name: str, do: Callable[[_Order], None], orders: tuple[_Order, ...]) -> None:
         for order in orders:
             try:
-                self._node.bind(order)
+                do(order)
             except KVPoolError as error:
-                self._log.error("order_refused", segment=order.segment, slab=order.slab, text=str(error))
+                self._log.error("order_refused", order=name, segment=order.segment, text=str(error))
 
     def _retire(self, incarnation: int) -> Event:
         request = pb.RetireRequest(node_id=self._node.node_id, incarnation=incarnation)

@@ -4,7 +4,9 @@ Rules
   - Nothing is raised for a miss, a full pool, wrong bytes, or a Master or node client that is away: the answer says
     why. Raised are a caller's own mistakes: a bad namespace spec, keys of the wrong length, buffers that do not fit.
   - Every call has a deadline. The times of leases and reservations count from before the request was sent.
-  - Only the highest epoch seen is obeyed.
+  - Only the highest epoch seen is obeyed: answers of a former one are misses, stores under it stop; what it leased
+    may be loaded until the lease ends.
+  - Whatever is switched off (bypass.py) is a miss before anything is asked.
   - Thread safe. A store gives way to loads (gate.py).
 """
 
@@ -16,19 +18,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from kvpool_client.answers import Gone, Hit, LoadResult, Peeked, Removed, StoreResult, short_reason
+from kvpool_client import bypass
+from kvpool_client.answers import Gone, Hit, LoadResult, Peeked, Removed, StoreResult, gone_reason, short_reason
 from kvpool_client.background import Background
+from kvpool_client.bypass import BYPASS_LOADS, BYPASS_LOOKUPS, BYPASS_STORES
 from kvpool_client.clock import SYSTEM, Clock
 from kvpool_client.context import Context, LeaseReturns, NamespaceCalls
 from kvpool_client.devices.base import Buffer, Device, Layout
 from kvpool_client.devices.cpu import CpuDevice
+from kvpool_client.load import load
 from kvpool_client.local_socket import LocalClient
 from kvpool_client.master_client import MasterClient
 from kvpool_client.node_link import NodeLink
-from kvpool_client.runs import Run, count, extents_of, head, runs_of
+from kvpool_client.runs import extents_of
 from kvpool_client.stats import Counters, Stats
 from kvpool_client.store import ROOT, UNKNOWN, Parent, store
-from kvpool_client.transfer import PIECE_BYTES, Copied, LocalEngine, PartCopy, Term, Verify
+from kvpool_client.transfer import PIECE_BYTES, LocalEngine, Term, Verify
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import (
     BadNamespaceSpec,
@@ -36,7 +41,6 @@ from kvpool_proto.errors import (
     KVPoolError,
     NamespaceDiffers,
     PartOutOfRange,
-    ProtocolError,
     SlotTooLarge,
 )
 from kvpool_proto.namespace import NamespaceSpec
@@ -83,7 +87,8 @@ class KVPool:
 
         Neither needs to be there: until they are, everything is a miss. timeout_ms: of a call to the Master that
         names no other. verify: see transfer.py. device: what moves the engine's bytes, host memory by default.
-        copy_threads: threads that share the copying of a piece. name: for the node client's logs. Raises ValueError.
+        copy_threads: threads that share the copying of a piece. name: for the node client's logs. KVPOOL_BYPASS in
+        the environment: see bypass.py. Raises ValueError.
         """
         if timeout_ms < 1 or copy_threads < 1 or piece_bytes < 1:
             raise ValueError(
@@ -91,11 +96,13 @@ class KVPool:
             )
         if verify not in ("full", "sampled", "off"):
             raise ValueError(f"verify = {verify!r}: full, sampled or off")
+        switched_off = bypass.from_environment(os.environ)
         client = MasterClient(master, clock)
         node = LocalClient(node_socket, min(timeout_ms / 1000, NODE_TIMEOUT_S_MAX))
-        link = NodeLink(node, name or f"{os.path.basename(sys.argv[0]) or 'python'}:{os.getpid()}", clock)
         counters = Counters()
-        background = Background(idle=lambda: link.report_use(counters.take_untold()))
+        background = Background(idle=lambda: link.report_use(counters.take_untold))
+        name = name or f"{os.path.basename(sys.argv[0]) or 'python'}:{os.getpid()}"
+        link = NodeLink(node, name, clock, background.submit)
         background.submit(link.attachment)  # so that the mapping is warm when it is needed
         engine = LocalEngine(device or CpuDevice(), verify=verify, copy_threads=copy_threads, piece_bytes=piece_bytes)
         return cls(
@@ -108,6 +115,7 @@ class KVPool:
                 clock=clock,
                 timeout_ms=timeout_ms,
                 counters=counters,
+                bypass=switched_off,
             )
         )
 
@@ -128,7 +136,8 @@ class KVPool:
 
     def stats(self) -> Stats:
         """What this pool has done so far."""
-        return self._context.counters.snapshot()
+        context = self._context
+        return context.counters.snapshot(master_breaks=context.master.breaks, node_breaks=context.link.breaks)
 
     def flush(self, timeout_ms: int) -> bool:
         """Wait until releases and reports in the background are sent. False: not within the time."""
@@ -138,7 +147,7 @@ class KVPool:
         """Send what is to be sent, within timeout_ms, and let go of Master, node client and segments."""
         context = self._context
         context.background.close(context.timeout_ms / 1000)
-        context.link.report_use(context.counters.take_untold())
+        context.link.report_use(context.counters.take_untold)
         context.engine.close()
         context.master.close()
         context.link.close()
@@ -173,6 +182,9 @@ class Namespace:
         if not asked:
             return Hit(chain=chain, skip=skip)
         context = self._context
+        if context.off(BYPASS_LOOKUPS):
+            context.called("lookups", self.spec, bypass.REASON, lookup_blocks=asked)
+            return Hit(chain=chain, skip=skip, reason=bypass.REASON)
         started_ms = context.clock.now_ms()
         lease_id = os.urandom(16)
         request = pb.LookupRequest(namespace_id=self.id, chain=chain, skip_blocks=skip, lease_id=lease_id)
@@ -210,14 +222,16 @@ class Namespace:
             return Peeked(0, error.reason.lower())
         gone = None
         if reply.HasField("gone"):
-            why = pb.GoneReason.Name(reply.gone.reason).removeprefix("GONE_").lower()
-            gone = Gone(why, reply.gone.ago_ms, reply.gone.idle_ms)
+            gone = Gone(gone_reason(reply.gone.reason), reply.gone.ago_ms, reply.gone.idle_ms)
         return Peeked(reply.hit_blocks, short_reason(reply.reason), gone)
 
     def renew(self, hit: Hit, timeout_ms: int | None = None) -> str:
-        """Prolong a hit's lease, up to its maximum life. Returns why not; empty: done."""
+        """Prolong a hit's lease, up to its maximum life. Returns why not; empty: done.
+
+        A hit that cannot be prolonged may be loaded until its deadline; after that, look up again.
+        """
         started_ms = self._context.clock.now_ms()
-        request = pb.RenewRequest(lease_id=hit.lease_id)
+        request = pb.RenewRequest(lease_id=hit.lease_id, epoch=hit.epoch)
         deadline_ms = self._deadline_ms(started_ms, timeout_ms)
         try:
             reply = self._context.master.call(self._context.master.pool.Renew, request, deadline_ms)
@@ -242,7 +256,7 @@ class Namespace:
 
         part: one, or a range of neighbours with one destination each. blocks: how many, all by default. timeout_ms:
         as long as the lease by default. What lies behind the result's blocks in the destination is undefined. Raises
-        PartOutOfRange; ValueError for destinations that do not fit, unless there is nothing to copy.
+        PartOutOfRange; ValueError for destinations that do not fit, unless there is nothing to copy or loads are off.
         """
         started_s = self._context.clock.precise_s()
         started_ms = self._context.clock.now_ms()
@@ -251,16 +265,14 @@ class Namespace:
         wanted = hit.blocks if blocks is None else min(blocks, hit.blocks)
         if not wanted:
             return LoadResult(0, hit.reason, 0, 0.0)
+        if self._context.off(BYPASS_LOADS):
+            self._context.called("loads", self.spec, bypass.REASON)
+            return LoadResult(0, bypass.REASON, 0, 0.0)
         parts, buffers = self._bind(part, destination, wanted, writable=True)
         term = Term(self._context.clock, hit.deadline_ms, "lease_expired")
         if timeout_ms is not None and started_ms + timeout_ms < hit.deadline_ms:
             term = Term(self._context.clock, started_ms + timeout_ms, "timed_out")
-        try:
-            copied = self._context.engine.read(self._reads(hit, wanted, parts, buffers), term)
-        except KVPoolError as error:
-            copied = Copied(0, error.reason.lower())
-        if copied.bad is not None:
-            self._report(hit, copied.bad)
+        copied = load(self._context, self.spec, hit, parts, buffers, wanted, term)
         loaded = copied.blocks * len(parts) * self.spec.part_bytes
         seconds = self._context.clock.precise_s() - started_s
         self._context.called(
@@ -287,7 +299,7 @@ class Namespace:
         parent: what chain[0] follows: ROOT, a key, or UNKNOWN; entry = "root" takes ROOT only. parts: one, or a range
         of neighbours with one source each; all of the namespace by default. timeout_ms: of reserving and copying; as
         long as the Master gives by default. Raises KeyLengthMismatch, PartOutOfRange; ValueError for a parent that
-        the namespace does not take and for sources that do not fit.
+        the namespace does not take and, unless stores are off, for sources that do not fit.
         """
         started_s = self._context.clock.precise_s()
         blocks = self._blocks(chain, 0)
@@ -297,6 +309,9 @@ class Namespace:
             raise ValueError('entry = "root": chains are stored from the root on')
         if not blocks:
             return StoreResult()
+        if self._context.off(BYPASS_STORES):
+            self._context.called("stores", self.spec, bypass.REASON)
+            return StoreResult(reason=bypass.REASON)
         wanted = range(self.spec.parts) if parts is None else parts
         numbers, buffers = self._bind(wanted, source, blocks, writable=False)
         result = store(self._context, self._calls, chain, parent, numbers, buffers, timeout_ms)
@@ -322,7 +337,7 @@ class Namespace:
             reply = self._calls.ask(self._context.master.pool.Remove, request, deadline_ms, again=True)
         except KVPoolError as error:
             return Removed(0, error.reason.lower())
-        return Removed(reply.removed_blocks)
+        return Removed(reply.removed_blocks, nodes_away=tuple(reply.nodes_away))
 
     def purge(self, timeout_ms: int | None = None) -> Removed:
         """Hide all blocks of the namespace, and end what is being written to it."""
@@ -361,34 +376,3 @@ class Namespace:
         if any(buffer.blocks < blocks for buffer in buffers):
             raise ValueError(f"layouts of {[buffer.blocks for buffer in buffers]} blocks: {blocks} are needed")
         return parts, buffers
-
-    def _reads(self, hit: Hit, blocks: int, parts: range, buffers: list[Buffer]) -> list[PartCopy]:
-        """What to copy. Raises SegmentElsewhere, NodeUnreachable, ProtocolError for extents with gaps."""
-        segments = self._context.link.holding(hit.epoch, hit.extents.segments_of(parts)).segments
-        spec = self.spec
-        chain = hit.chain[hit.skip * spec.key_bytes :][: blocks * spec.key_bytes]
-        reads: list[PartCopy] = []
-        for part, buffer in zip(parts, buffers, strict=True):
-            runs = head(
-                runs_of(
-                    hit.extents, part, segments, slot_bytes=spec.slot_bytes, first_block=hit.skip, blocks=hit.blocks
-                ),
-                blocks,
-            )
-            if not runs or not runs[-1].first + runs[-1].blocks == count(runs) == blocks:
-                raise ProtocolError(f"extents of part {part} do not cover the hit")
-            reads.append(PartCopy(spec, part, chain, runs, buffer))
-        return reads
-
-    def _report(self, hit: Hit, bad: Run) -> None:
-        """Ask the node client, in the background, to look at a block of a hit."""
-        end = (hit.skip + bad.first + 1) * self.spec.key_bytes
-        block = pb.BadBlock(namespace_id=self.id, chain=hit.chain[:end], stamp=bad.stamp)
-        context, slot_bytes = self._context, self.spec.slot_bytes
-
-        def report() -> None:
-            """Send it and count whether the block was bad."""
-            confirmed = context.link.report_bad(block, bad.segment.handle, bad.slot, slot_bytes)
-            context.counters.confirmed_bad(confirmed)
-
-        context.background.submit(report)

@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool_client.headers import MAGIC, SLAB_RECORD, SLOT_HEADER, SUPERBLOCK, VERSION, Array, record_check
+from kvpool_client.headers import (
+    MAGIC,
+    SLAB_RECORD,
+    SLOT_HEADER,
+    SUPERBLOCK,
+    SUPERBLOCK_COPIES,
+    VERSION,
+    Array,
+    record_check,
+)
 from kvpool_proto.errors import ProtocolError, SlabChanged
 from kvpool_proto.geometry import (
     PAGE_BYTES,
@@ -31,14 +41,19 @@ from kvpool_proto.geometry import (
 )
 
 _EPOCH_OFFSET: Final = 280
+_BYPASS_OFFSET: Final = 320
 assert SUPERBLOCK.fields is not None
 assert SUPERBLOCK.fields["epoch"][1] == _EPOCH_OFFSET
-_TORN_READS_MAX: Final = 1000
+assert SUPERBLOCK.fields["bypass"][1] == _BYPASS_OFFSET
+_TORN_READS_MAX: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What the file says of itself. size_bytes: of the slabs. epoch: the highest that the node client obeys."""
+    """What the file says of itself. size_bytes: of the slabs. epoch: the highest that the node client obeys.
+
+    contents: names what the slabs hold. bypass: what workers skip, bits of bypass.py.
+    """
 
     node_id: str
     incarnation: int
@@ -46,6 +61,8 @@ class Superblock:
     size_bytes: int
     slab_bytes: int
     segment_index: int
+    contents: int
+    bypass: int
 
 
 class SlabRecord(NamedTuple):
@@ -54,6 +71,24 @@ class SlabRecord(NamedTuple):
     generation: int
     slot_bytes: int
     slots: int
+
+
+def read_superblock(page: npt.NDArray[np.uint8]) -> Superblock:
+    """What the first page of a segment file says (uint8, SUPERBLOCK_BYTES).
+
+    Raises ProtocolError if no copy of the superblock is of this version and has a check that agrees.
+    """
+    why = ""
+    for start in SUPERBLOCK_COPIES:
+        block = page[start : start + SUPERBLOCK.itemsize].view(SUPERBLOCK)
+        magic, version, node_id, *numbers = block[0].tolist()
+        if record_check(block)[0] != block["check"][0]:
+            why = "the superblock's check fails: not a segment file, or spoiled"
+        elif magic != MAGIC or version != VERSION:
+            why = f"magic {magic:#x} version {version}: not a segment file of version {VERSION}"
+        else:
+            return Superblock(node_id.rstrip(b"\0").decode(errors="replace"), *numbers[:7])
+    raise ProtocolError(why)
 
 
 class SegmentMap:
@@ -77,21 +112,19 @@ class SegmentMap:
 
     @property
     def superblock(self) -> Superblock:
-        """What the superblock says now. Raises ProtocolError if it is not one of this version or its check fails."""
+        """What the superblock says now. Raises as read_superblock."""
         for _ in range(_TORN_READS_MAX):  # the owner may be writing it
-            block = self._view(0, SUPERBLOCK.itemsize).copy().view(SUPERBLOCK)
-            if record_check(block)[0] == block["check"][0]:
-                break
-        else:
-            raise ProtocolError("the superblock's check fails: not a segment file, or spoiled")
-        magic, version, node_id, *numbers = block[0].tolist()
-        if magic != MAGIC or version != VERSION:
-            raise ProtocolError(f"magic {magic:#x} version {version}: not a segment file of version {VERSION}")
-        return Superblock(node_id.rstrip(b"\0").decode(), *numbers[:5])
+            with contextlib.suppress(ProtocolError):
+                return read_superblock(self._view(0, SUPERBLOCK_BYTES).copy())
+        return read_superblock(self._view(0, SUPERBLOCK_BYTES).copy())
 
     def epoch(self) -> int:
         """The highest epoch that the node client obeys, read live from the superblock."""
         return int(self._epoch_word()[0])
+
+    def bypass(self) -> int:
+        """What workers skip now, bits of bypass.py, read live from the superblock."""
+        return int(self._bypass_word()[0])
 
     def slab_record(self, slab: int) -> SlabRecord:
         """How the slab is bound now. Raises SlabChanged if its record's check fails, ProtocolError out of range."""
@@ -105,7 +138,7 @@ class SegmentMap:
         fields = np.frombuffer(raw, dtype=SLAB_RECORD)
         record = SlabRecord(int(fields["generation"][0]), int(fields["slot_bytes"][0]), int(fields["slots"][0]))
         sound = record_check(fields)[0] == fields["check"][0]
-        if not sound or (record.slot_bytes and record.slots != self._per_slab(record.slot_bytes)):
+        if not sound or (record.slot_bytes and record.slots != self.slots_in_slab(record.slot_bytes)):
             raise SlabChanged(f"the record of slab {slab} is being written, or is spoiled")
         self._records[slab] = (raw, record)
         return record
@@ -141,20 +174,20 @@ class SegmentMap:
         start = self._slab_start(slab) + slot_table_bytes(per_slab) + index * slot_bytes
         return self._view(start, n * slot_bytes).reshape(n, slot_bytes)
 
-    def close(self) -> None:
-        """Unmap, as soon as the last view is gone. Never raises; all else raises SlabChanged then."""
-        self.memory = np.empty(0, dtype=np.uint8)  # the views alone hold the mapping now
-
-    def _per_slab(self, slot_bytes: int) -> int:
-        """Slots in a slab; 0 when not even one fits, or the size is none that we hand out."""
+    def slots_in_slab(self, slot_bytes: int) -> int:
+        """How many slots of this size a slab has; 0 when not even one fits, or the size is none that we hand out."""
         slots = self._slots_per_slab.get(slot_bytes)
         if slots is None:
             fits = 0 < slot_bytes <= self.slab_bytes - PAGE_BYTES and slot_bytes % PAGE_BYTES == 0
             slots = self._slots_per_slab[slot_bytes] = slots_per_slab(self.slab_bytes, slot_bytes) if fits else 0
         return slots
 
+    def close(self) -> None:
+        """Unmap, as soon as the last view is gone. Never raises; all else raises SlabChanged then."""
+        self.memory = np.empty(0, dtype=np.uint8)  # the views alone hold the mapping now
+
     def _slots(self, slot_bytes: int) -> int:
-        slots = self._per_slab(slot_bytes)
+        slots = self.slots_in_slab(slot_bytes)
         if slots == 0:
             raise ProtocolError(f"no slot of {slot_bytes} bytes in a slab of {self.slab_bytes}")
         return slots
@@ -178,6 +211,9 @@ class SegmentMap:
 
     def _epoch_word(self) -> npt.NDArray[np.uint64]:
         return self._view(_EPOCH_OFFSET, 8).view(np.uint64)
+
+    def _bypass_word(self) -> npt.NDArray[np.uint64]:
+        return self._view(_BYPASS_OFFSET, 8).view(np.uint64)
 
     def _slab_start(self, slab: int) -> int:
         return self._slabs_offset + slab * self.slab_bytes

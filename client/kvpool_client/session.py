@@ -1,28 +1,58 @@
-"""The node client's session with the Master, pure: events in, instructions out.
+"""The node client's session with the Master, pure: events in, instructions out (session_messages.py).
 
 Rules
   - No I/O, no clock, no randomness: `now_ms` is an argument, jitter a number in an event.
   - registration.py does what comes back, in order, and reports how it went as the next event.
-  - Only the highest epoch seen is obeyed; what a lower one says is ignored.
-  - The Master has forgotten our contents when it retired us, does not know us, gives us other handles, or is another
-    life of itself (epoch). Then all slab tables are cleared and we start again as a new incarnation. While this
-    lasts we are fenced: no order is carried out.
-  - A dropped connection alone changes nothing: the same incarnation registers again and keeps its contents.
+  - Only the highest epoch seen is obeyed, by any life of this node client; what a lower one says is ignored.
+  - Contents and incarnation stay, whatever becomes of the Master or the connection. Each registration brings the
+    handles that are good from then on: former ones, or new ones if the Master has forgotten us.
+  - What the Master knows to be dead, and its switch, are carried out before workers are let in under its handles.
+  - Orders count only on the session on which they came; an inventory that fails ends the session.
+  - A Master that sends us away is asked again at once, but from the second time in a row on with growing pauses. A
+    session that lasted as long as the Master may be silent ends such a row.
 
-  state     what it waits for                      leaves to
-  joining   Registered, Failed, Due (try again)    serving, fenced, stopped (Refused), draining (Stop)
-  serving   Heard, HeartbeatOk, Failed, Forgotten  joining, fenced, stopped (Refused), draining (Stop)
-  fenced    Cleared                                joining, draining (Stop)
-  draining  Left                                   stopped
+  state     what it waits for                                     leaves to
+  joining   Registered, Failed, Due (try again)                   serving, stopped (Refused, Stop), draining (Stop)
+  serving   Heard, HeartbeatOk, Failed, Forgotten, InventoryDone, joining, stopped (Refused, Stop), draining (Stop)
+            InventoryFailed, Due (silence)
+  draining  Left                                                  stopped
   stopped   nothing
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
+
+from kvpool_client.session_messages import (
+    Announce,
+    AnswerWorkers,
+    Bind,
+    Bury,
+    ClearSlots,
+    CloseSession,
+    Due,
+    Event,
+    Failed,
+    Forgotten,
+    Heard,
+    HeartbeatOk,
+    Instruction,
+    InventoryDone,
+    InventoryFailed,
+    Left,
+    ObeyEpoch,
+    OpenSession,
+    Probe,
+    Refused,
+    Register,
+    Registered,
+    ReportInventory,
+    Retire,
+    SetBypass,
+    Stop,
+)
 
 BACKOFF_FIRST_MS: Final = 100
 HISTORY_MAX: Final = 32
@@ -33,164 +63,27 @@ class State(Enum):
 
     JOINING = "joining"
     SERVING = "serving"
-    FENCED = "fenced"
     DRAINING = "draining"
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Bind a slab of the segment with this handle."""
-
-    segment: int
-    slab: int
-    slot_bytes: int
-
-
-# -- events --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """The time that wake_ms() named has come (or start)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """The Master took us in. silence_ms: how long it may say nothing before we ask whether it is there."""
-
-    epoch: int
-    handles: tuple[int, ...]
-    silence_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A message on the session."""
-
-    epoch: int
-    orders: tuple[Order, ...] = ()
-    retired: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatOk:
-    """The Master answered when asked whether it is there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Registering or the session failed: not reached, broken, or refused for now. jitter: in [0, 1)."""
-
-    why: str
-    jitter: float
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """The Master answers, but does not know us."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """For good: superseded by a newer life of this node, or the offer breaks a rule."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """All tables are cleared; this is the new incarnation."""
-
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The operator wants us to leave."""
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """Retiring is done, or given up."""
-
-
-Event = Due | Registered | Heard | HeartbeatOk | Failed | Forgotten | Refused | Cleared | Stop | Left
-
-
-# -- instructions --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Register:
-    """Register this incarnation -> Registered, Failed, Refused."""
-
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Let workers in: the handles are good."""
-
-    handles: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSession:
-    """Open the stream of heartbeats -> Heard, Failed, Forgotten, Refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseSession:
-    """End the stream; nothing that it still says counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Ask whether the Master is there -> HeartbeatOk, Failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObeyEpoch:
-    """Write the epoch to the superblocks: writers of the former one stop."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bind:
-    """Carry out orders and report them as done."""
-
-    orders: tuple[Order, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Clear:
-    """Turn workers away, forget all contents -> Cleared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Retire:
-    """Tell the Master that this incarnation is gone, as far as it can be reached -> Left, if we are draining."""
-
-    incarnation: int
-
-
-Instruction = Register | Announce | OpenSession | CloseSession | Probe | ObeyEpoch | Bind | Clear | Retire
-
-
 class Session:
-    """The state machine. `why` says, for people, what the last change was about."""
+    """The state machine. `why` says, for people, what the last change was about.
 
-    def __init__(self, incarnation: int, backoff_max_ms: int) -> None:
+    epoch: the highest that a former life of this node client obeyed; 0: none.
+    """
+
+    def __init__(self, incarnation: int, backoff_max_ms: int, epoch: int = 0) -> None:
         self.state = State.JOINING
         self.why = "starting"
         self.incarnation = incarnation
-        self.epoch = 0
+        self.epoch = epoch
         self.handles: tuple[int, ...] = ()
         self.failures = 0
+        self.inventory = 0  # the number of the one on its way
         self._backoff_max_ms = backoff_max_ms
         self._silence_ms = 0
+        self._since_ms = 0  # of the state
         self._wake_ms: int | None = 0
         self._history: deque[tuple[State, Event]] = deque(maxlen=HISTORY_MAX)
 
@@ -205,32 +98,31 @@ class Session:
             case State.STOPPED, _:
                 return ()
             case State.DRAINING, Left():
-                self._become(State.STOPPED, "left")
+                self._become(State.STOPPED, "left", now_ms)
                 return ()
             case State.DRAINING, _:
                 return ()
-            case _, Stop():
+            case _, Stop(False):
+                self._become(State.STOPPED, "stopped", now_ms)
+                return (CloseSession(),)
+            case _, Stop(True):
                 # Whether or not we know of it, the Master may have taken us in.
-                self._become(State.DRAINING, "stopping")
+                self._become(State.DRAINING, "leaving for good", now_ms)
                 return (CloseSession(), Retire(self.incarnation))
             case _, Refused(why):
-                self._become(State.STOPPED, why)
+                self._become(State.STOPPED, why, now_ms)
                 return (CloseSession(),)
-            case State.FENCED, Cleared(incarnation):
-                return self._cleared(incarnation)
             case State.JOINING, _:
                 return self._joining(event, now_ms)
             case State.SERVING, _:
                 return self._serving(event, now_ms)
-            case _:
-                return ()
 
     def check(self) -> None:
         """Assert what must hold between events; a failure shows the last events."""
         held = (
             (self.state is not State.SERVING or (self.handles and self.epoch))
             and (self.state in (State.JOINING, State.SERVING) or self._wake_ms is None)
-            and (self.state is not State.FENCED or not self.handles)
+            and (self.state is State.SERVING or not self.inventory)
         )
         assert held, f"{self.state} after {list(self._history)}"
 
@@ -249,30 +141,25 @@ class Session:
     def _registered(self, event: Registered, now_ms: int) -> tuple[Instruction, ...]:
         if event.epoch < self.epoch:
             return self._retry(f"epoch {event.epoch} is over; {self.epoch} is obeyed", 1.0, now_ms)
-        known = not self.handles or (event.epoch, event.handles) == (self.epoch, self.handles)
-        obey = self._obey(event.epoch)
-        if not known:
-            # It registered this incarnation as new; it must not go on with contents that it does not know.
-            return (*obey, *self._fence("the Master has forgotten our contents"))
         self.handles = event.handles
-        self.failures = 0
         self._silence_ms = event.silence_ms
-        self._become(State.SERVING, "registered")
+        obey = self._obey(event.epoch)
+        self._become(State.SERVING, "registered", now_ms)
         self._wake_ms = now_ms + event.silence_ms
-        return (*obey, Announce(event.handles), OpenSession())
+        bury = (Bury(event.tombstones),) if event.tombstones else ()
+        return (*obey, *bury, SetBypass(event.bypass), Announce(event.handles), OpenSession())
 
     def _serving(self, event: Event, now_ms: int) -> tuple[Instruction, ...]:
         match event:
             case Heard(epoch) if epoch < self.epoch:
                 return ()
             case Heard(epoch) if epoch > self.epoch:
-                obey = self._obey(epoch)
-                return (*obey, CloseSession(), *self._fence(f"epoch {epoch}: another life of the Master"))
-            case Heard(_, _, True):
-                return (CloseSession(), *self._fence("the Master gave us up"))
-            case Heard(_, orders, _):
+                return (*self._obey(epoch), *self._again(f"epoch {epoch}: another life of the Master", now_ms))
+            case Heard(retired=True):
+                return self._again("the Master gave us up", now_ms)
+            case Heard():
                 self._wake_ms = now_ms + self._silence_ms
-                return (Bind(orders),) if orders else ()
+                return self._heard(event)
             case HeartbeatOk():
                 self._wake_ms = now_ms + self._silence_ms
                 return ()
@@ -280,23 +167,52 @@ class Session:
                 self._wake_ms = None
                 return (Probe(),)
             case Failed(why, jitter):
-                self._become(State.JOINING, why)
-                return (CloseSession(), *self._retry(why, jitter, now_ms))
+                return self._broken(why, jitter, now_ms)
             case Forgotten():
-                return (CloseSession(), *self._fence("the Master does not know us"))
+                return self._again("the Master does not know us", now_ms)
+            case InventoryDone(number) if number == self.inventory:
+                self.inventory = 0
+                return ()
+            case InventoryFailed(number, why, jitter) if number == self.inventory:
+                return self._broken(f"inventory {number}: {why}", jitter, now_ms)
             case _:
                 return ()
 
-    def _cleared(self, incarnation: int) -> tuple[Instruction, ...]:
-        assert incarnation > self.incarnation
-        former, self.incarnation = self.incarnation, incarnation
-        self._become(State.JOINING, "contents cleared")
-        return (Retire(former), Register(incarnation))
+    def _heard(self, event: Heard) -> tuple[Instruction, ...]:
+        """What is dead first: an inventory must not tell of it."""
+        instructions: list[Instruction] = []
+        if event.tombstones:
+            instructions.append(Bury(event.tombstones))
+        if event.bypass is not None:
+            instructions.append(SetBypass(event.bypass))
+        if event.clearings:
+            instructions.append(ClearSlots(event.clearings))
+        if event.orders:
+            instructions.append(Bind(event.orders))
+        if event.ask_workers:
+            instructions.append(AnswerWorkers(event.ask_workers))
+        if event.inventory > self.inventory:
+            self.inventory = event.inventory
+            instructions.append(ReportInventory(event.inventory))
+        return tuple(instructions)
 
-    def _fence(self, why: str) -> tuple[Instruction, ...]:
-        self._become(State.FENCED, why)
-        self.handles = ()
-        return (Clear(),)
+    def _broken(self, why: str, jitter: float, now_ms: int) -> tuple[Instruction, ...]:
+        """The session is over; join again after a pause."""
+        self._leave(why, now_ms)
+        return (CloseSession(), *self._retry(why, jitter, now_ms))
+
+    def _again(self, why: str, now_ms: int) -> tuple[Instruction, ...]:
+        """The session is over, by the Master's word; join again, at once if this is the first time."""
+        self._leave(why, now_ms)
+        if self.failures:
+            return (CloseSession(), *self._retry(why, 1.0, now_ms))
+        self.failures = 1
+        return (CloseSession(), Register(self.incarnation))
+
+    def _leave(self, why: str, now_ms: int) -> None:
+        if now_ms - self._since_ms >= self._silence_ms:
+            self.failures = 0
+        self._become(State.JOINING, why, now_ms)
 
     def _obey(self, epoch: int) -> tuple[Instruction, ...]:
         if epoch == self.epoch:
@@ -311,5 +227,5 @@ class Session:
         self._wake_ms = now_ms + int(ceiling_ms * (0.5 + jitter / 2))
         return ()
 
-    def _become(self, state: State, why: str) -> None:
-        self.state, self.why, self._wake_ms = state, why, None
+    def _become(self, state: State, why: str, now_ms: int) -> None:
+        self.state, self.why, self._since_ms, self._wake_ms, self.inventory = state, why, now_ms, None, 0

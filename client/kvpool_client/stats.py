@@ -16,8 +16,9 @@ from kvpool_proto.namespace import NamespaceSpec
 class Stats:
     """Totals since connect, over all namespaces and threads.
 
-    Blocks count once however many parts were copied; bytes count every part. *_short: by reason, how many calls did
-    less than they were asked for.
+    Blocks count once however many parts were copied; bytes count every part. *_breaks: how often the Master or the
+    node client was given up until it answers a probe. *_short: by reason ("unreachable", "stale_epoch", "bypassed",
+    ...: answers.py), how many calls did less than they were asked for.
     """
 
     lookups: int = 0
@@ -38,6 +39,8 @@ class Stats:
     existing_blocks: int = 0
     verify_failures: int = 0
     bad_blocks_confirmed: int = 0
+    master_breaks: int = 0
+    node_breaks: int = 0
     lookups_short: Mapping[str, int]
     loads_short: Mapping[str, int]
     stores_short: Mapping[str, int]
@@ -95,8 +98,8 @@ class Counters:
             use, self._untold = pb.LocalUse(namespaces=self._untold.values()), {}
             return use
 
-    def snapshot(self) -> Stats:
-        """The totals now."""
+    def snapshot(self, **breaks: int) -> Stats:
+        """The totals now. breaks: those of Stats, which the breakers count."""
         with self._lock:
             short = {f"{call}_short": MappingProxyType(dict(reasons)) for call, reasons in self._short.items()}
-            return Stats(**self._totals, **short)  # pyright: ignore[reportArgumentType]
+            return Stats(**{**self._totals, **breaks}, **short)  # pyright: ignore[reportArgumentType]

@@ -5,6 +5,8 @@ Rules
   - What was written before a stop is committed; the rest is given up with the writer's word, at once or, when the
     Master does not answer, in the background.
   - The attachment under whose worker number was reserved is held until the end: its lock says that we still write.
+    Only through its mappings is written: a reservation whose segments another attachment maps is given up.
+  - A newer epoch, heard of by whatever way, ends a store: nothing more is written, nothing is committed.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from kvpool_client import headers
 from kvpool_client.answers import StoreResult, short_reason
 from kvpool_client.context import Context, NamespaceCalls
 from kvpool_client.devices.base import Buffer
+from kvpool_client.node_link import Attachment
 from kvpool_client.runs import count, extents_of, runs_of
 from kvpool_client.transfer import PartCopy, Term
 from kvpool_proto import pool_pb2 as pb
-from kvpool_proto.errors import KVPoolError, ProtocolError, StaleEpoch, Unreachable
+from kvpool_proto.errors import KVPoolError, ProtocolError, SegmentElsewhere, StaleEpoch, Unreachable
 
 
 class Parent(Enum):
@@ -45,6 +48,7 @@ _KINDS = {
 }
 PENDING_TRIES_MAX: Final = 20
 PENDING_PAUSE_S: Final = 0.02
+_RUN_STATES: Final = (pb.RUN_EXISTS, pb.RUN_BEING_WRITTEN, pb.RUN_YOURS)
 _DONE = 255  # beside the RUN_* of the contract: written and committed by this call
 
 States = npt.NDArray[np.uint8]
@@ -101,6 +105,7 @@ class _Store:
         self._buffers = buffers
         self._id = os.urandom(16)
         self._worker_id = 0
+        self._epoch = 0
         self._committed = dict.fromkeys(parts, 0)
         self._lost = 0
 
@@ -110,14 +115,15 @@ class _Store:
         started_ms = context.clock.now_ms()
         asking_ms = context.timeout_ms if timeout_ms is None else min(timeout_ms, context.timeout_ms)
         try:
-            attached = context.link.attachment()
+            attached = context.link.attachment(context.epochs.highest())
             self._worker_id = attached.worker_id
             reply = self._reserve(attached.node_id, started_ms + asking_ms)
+            self._epoch = reply.epoch
         except KVPoolError as error:
             return StoreResult(reason=error.reason.lower())
         try:
             states = self._states(reply)
-            grants = self._grants(reply, states)
+            grants = self._grants(reply, states, attached)
         except BaseException as error:
             self._abort_later()
             if isinstance(error, KVPoolError):
@@ -125,9 +131,11 @@ class _Store:
             raise
         reason = ""
         if grants:
-            term = Term(context.clock, started_ms + reply.write_ms, "write_expired", reply.epoch)
+            term = Term(
+                context.clock, started_ms + reply.write_ms, "write_expired", reply.epoch, context.epochs.highest
+            )
             if timeout_ms is not None and timeout_ms < reply.write_ms:
-                term = Term(context.clock, started_ms + timeout_ms, "timed_out", reply.epoch)
+                term = replace(term, deadline_ms=started_ms + timeout_ms, reason="timed_out")
             reason = self._write(grants, term)
         del attached  # until here its lock said that we may write
         return self._result(states, reason or short_reason(reply.reason))
@@ -162,15 +170,21 @@ class _Store:
         if {len(column) for column in columns} != {len(reply.run_state)}:
             raise ProtocolError("runs have columns of different lengths")
         for offset, length, low, high, state in zip(*columns, strict=True):
+            if state not in _RUN_STATES:
+                raise ProtocolError(f"run state {state}: compare the versions")
             states[max(low - base, 0) : max(high - base, 0), offset : offset + length] = state
         return states
 
-    def _grants(self, reply: pb.ReserveReply, states: States) -> dict[int, PartCopy]:
+    def _grants(self, reply: pb.ReserveReply, states: States, attached: Attachment) -> dict[int, PartCopy]:
         """What to write, by part. Raises SegmentElsewhere, SlabChanged; ProtocolError when extents and runs differ."""
         extents = extents_of(reply.extents)
         if not len(extents):
             return {}
-        segments = self._context.link.holding(reply.epoch, extents.segments_of(self._parts)).segments
+        handles = extents.segments_of(self._parts)
+        if not attached.holds(reply.epoch, handles):
+            self._context.link.holding(reply.epoch, handles)  # for the next store; the number of this one is the old
+            raise SegmentElsewhere("mapped anew since this store began")
+        segments = attached.segments[reply.epoch]
         spec = self._calls.spec
         _, kind, key = self._parent
         grants: dict[int, PartCopy] = {}
@@ -181,7 +195,7 @@ class _Store:
             if count(runs) != np.count_nonzero(row == pb.RUN_YOURS):
                 raise ProtocolError(f"part {part}: extents and runs of a reservation differ")
             if runs:
-                grants[part] = PartCopy(spec, part, self._chain, runs, buffer, kind, key)
+                grants[part] = PartCopy(spec, part, self._chain, runs, buffer, kind, key, self._worker_id)
         return grants
 
     def _write(self, grants: dict[int, PartCopy], term: Term) -> str:
@@ -214,6 +228,7 @@ class _Store:
                 blocks_written=blocks,
                 final=final,
                 worker_id=self._worker_id,
+                epoch=self._epoch,
             )
             try:
                 reply = master.call(master.pool.Commit, request, self._deadline_ms(), again=True)
@@ -229,7 +244,11 @@ class _Store:
         """Give up what is not committed, with the writer's word: nothing is copied any more."""
         master = self._context.master
         request = pb.AbortRequest(
-            reservation_id=self._id, writer=True, part_from=self._parts.start, part_to=self._parts.stop
+            reservation_id=self._id,
+            writer=True,
+            part_from=self._parts.start,
+            part_to=self._parts.stop,
+            epoch=self._epoch,
         )
         self._context.background.submit(
             lambda: master.call(master.pool.Abort, request, self._deadline_ms(), patient=True)

@@ -8,6 +8,8 @@ Rules
     barriers between. A copy that went wrong has another checksum than its header says, which makes it a miss.
   - Copies go in pieces of bounded size, each through the gate. Before each piece the deadline is checked, and for a
     write that no newer epoch rules: a writer that wakes late spoils a piece at most.
+  - A write looks at the epoch once more between its marks and the payload: either the node client, which first obeys
+    and then scans, finds the marks, or the writer sees the new epoch, stops, and leaves the marks.
   - Nothing is raised for what others did: a Copied says how many leading blocks are good, and why not more.
 """
 
@@ -17,6 +19,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 from typing import Final, Literal
 
 import numpy as np
@@ -60,7 +63,8 @@ class PartCopy:
     """One part of a call: its runs and what their headers say, the engine's side.
 
     chain: the keys of the layout's blocks. parent_kind: PARENT_* of headers.py, of the first block; parent_key: empty
-    unless that is PARENT_KEY; readers compare neither. Raises SlabChanged if a slab is not bound as `runs` say.
+    unless that is PARENT_KEY; worker_id: the writer's number; readers compare none of these. Raises SlabChanged if a
+    slab is not bound as `runs` say.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class PartCopy:
         buffer: Buffer,
         parent_kind: int = PARENT_ROOT,
         parent_key: bytes = b"",
+        worker_id: int = 0,
     ) -> None:
         self.runs = runs
         self.buffer = buffer
@@ -81,6 +86,7 @@ class PartCopy:
         if count(runs) != len(headers):  # a store of some of the blocks
             headers = headers[np.concatenate([np.arange(run.first, run.first + run.blocks) for run in runs])]
         headers["stamp"] = stamps_of(runs)
+        headers["worker_id"] = worker_id
         self.headers = headers
         """COMMITTED, one per block of `runs`; checksums and checks are not filled in."""
         self.places = places_of(runs, spec.slot_bytes)
@@ -104,15 +110,17 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """How long a copy may go on: until deadline_ms on the clock, and while no segment obeys an epoch above `epoch`.
+    """How long a copy may go on: until deadline_ms on the clock, and while neither its segments nor `ruling` know an
+    epoch above `epoch`.
 
-    reason: what it is called when time is up.
+    reason: what it is called when time is up. ruling: answers the highest epoch that this process has heard of.
     """
 
     clock: Clock
     deadline_ms: int
     reason: str
     epoch: int | None = None
+    ruling: Callable[[], int] = lambda: 0
 
     def left_s(self) -> float:
         """Seconds left, negative when over."""
@@ -120,11 +128,16 @@ class Term:
 
     def ended(self, runs: Sequence[Run]) -> str:
         """Why `runs` may not be copied any more; empty while they may."""
-        if self.left_s() <= 0:
-            return self.reason
-        if self.epoch is not None and any(run.segment.epoch() > self.epoch for run in runs):
-            return "stale_epoch"
-        return ""
+        return self.reason if self.left_s() <= 0 else self.overruled(runs)
+
+    def overruled(self, runs: Sequence[Run]) -> str:
+        """The same but for the time: is there a newer epoch?"""
+        if self.epoch is None:
+            return ""
+        known = [self.ruling(), *(segment.epoch() for segment in {run.segment for run in runs})]
+        if max(known) <= self.epoch:
+            return ""
+        return "stale_epoch"
 
 
 def _expected_headers(spec: NamespaceSpec, part: int, chain: bytes, parent_kind: int, parent_key: bytes) -> Array:
@@ -160,9 +173,11 @@ class LocalEngine:
         self._threads = ThreadPoolExecutor(copy_threads, "kvpool-copy") if copy_threads > 1 else None
 
     def close(self) -> None:
-        """End the copying threads; copies under way are finished."""
-        if self._threads is not None:
-            self._threads.shutdown()
+        """End the copying threads after the piece under way; what is copied later is copied by its caller alone."""
+        with self._gate.load(TIMEOUT_MAX):
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown()
 
     def read(self, parts: Sequence[PartCopy], term: Term) -> Copied:
         """Copy the slots of every part into its buffer, all parts of some blocks before the next blocks.
@@ -248,19 +263,20 @@ class LocalEngine:
     def _write_piece(self, part: PartCopy, marks: Array, start: int, runs: list[Run], term: Term) -> str:
         """Copy into `runs`, the part's blocks from the start-th on; marks: part.writing(). Returns why not."""
         with self._gate.store(term.left_s()) as admitted:
-            reason = term.ended(runs) if admitted else term.reason
-            if reason:
-                return reason
+            if not admitted:
+                return term.reason
             blocks = slice(start, start + count(runs))
             try:
-                self._write_marked(part, marks[blocks], part.places[blocks], runs)
+                return term.ended(runs) or self._write_marked(part, marks[blocks], part.places[blocks], runs, term)
             except KVPoolError as error:
                 return error.reason.lower()
-            return ""
 
-    def _write_marked(self, part: PartCopy, marks: Array, places: U64, runs: list[Run]) -> None:
+    def _write_marked(self, part: PartCopy, marks: Array, places: U64, runs: list[Run], term: Term) -> str:
         put_headers(runs, marks, part.slot_bytes)
         self._barrier()
+        reason = term.overruled(runs)
+        if reason:
+            return reason  # the marks stay: who scans for the new epoch finds them, or finds the slots as they were
         sums = np.zeros(len(marks), dtype=np.uint64)
         self._move(part, runs, part.buffer.gather, sums, min(self._step, 1), part.buffer.rows)
         headers = marks.copy()
@@ -269,6 +285,7 @@ class LocalEngine:
         headers["check"] = checks_at(headers, places)
         self._barrier()
         put_headers(runs, headers, part.slot_bytes)
+        return ""
 
     def _move(
         self,

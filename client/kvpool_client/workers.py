@@ -3,6 +3,7 @@
 Rules
   - A worker id is random, non-zero, below 2^62, and never given twice: it is also the place of the worker's lock.
   - A worker is gone when no segment carries its lock any more. Only the kernel says so; a closed connection is no sign.
+  - Workers that a former life of the node client let in are found by their locks, and watched like the others.
   - The number of workers is bounded.
 """
 
@@ -11,12 +12,16 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvpool_client.locks import WORKER_ID_MAX
 from kvpool_client.owned_segment import OwnedSegment
 from kvpool_proto.errors import LimitReached
+
+ADOPTED: Final = "adopted"
+"""What a worker is called that was let in by a former life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Workers:
     def __init__(self, segments: Sequence[OwnedSegment], workers_max: int) -> None:
         self._segments = segments
         self._workers_max = workers_max
-        self._names: dict[int, str] = {}
+        self._names = {worker_id: ADOPTED for each in segments for worker_id in each.mapped_workers()}
         self._lock = threading.Lock()
         self.gone_total = 0
 
@@ -62,12 +67,14 @@ class Workers:
     def poll(self) -> list[tuple[int, str]]:
         """Ask the kernel; answers (id, name) of those found gone now, once each."""
         with self._lock:
-            gone = [
-                (worker_id, name)
-                for worker_id, name in self._names.items()
-                if not any(segment.held_by(worker_id) for segment in self._segments)
-            ]
-            for worker_id, _ in gone:
-                del self._names[worker_id]
+            gone = [(worker_id, self._names.pop(worker_id)) for worker_id in self.gone_of(list(self._names))]
             self.gone_total += len(gone)
         return gone
+
+    def gone_of(self, ids: Iterable[int]) -> list[int]:
+        """Those of `ids` that hold no lock on any segment, whoever let them in."""
+        return [
+            worker_id
+            for worker_id in ids
+            if not (0 < worker_id <= WORKER_ID_MAX and any(each.held_by(worker_id) for each in self._segments))
+        ]

@@ -160,6 +160,7 @@ def running_pool(screen: Screen, flags: argparse.Namespace) -> Iterator[Pool]:
         node_id = f"demo-{os.getpid()}"
         stack.callback(_remove_segments, directory, node_id)
         loopback = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-json"]
+        loopback += ["--state-dir", str(scratch / "master")]
         screen.tick("starting the Master")
         ready = stack.enter_context(daemon("the Master", ["kvpool_master", "serve", *loopback]))
         master = f"127.0.0.1:{ready['grpc_port']}"
@@ -173,7 +174,7 @@ def running_pool(screen: Screen, flags: argparse.Namespace) -> Iterator[Pool]:
             "--socket-path": str(node_socket),
             "--http": "127.0.0.1:0",
         }
-        words = [word for pair in settings.items() for word in pair]
+        words = [word for pair in settings.items() for word in pair] + ["--discard"]
         screen.tick("starting the node client")
         stack.enter_context(daemon("the node client", ["kvpool_client", "serve", *words, "--log-json"]))
         screen.say(f"Pool      Master on {master}; node client with {size >> 20} MiB in {directory}")

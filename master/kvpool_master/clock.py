@@ -27,8 +27,3 @@ class Clock:
 
 
 SYSTEM = Clock()
-
-
-def new_epoch(clock: Clock) -> int:
-    """A number for this life of the Master that is above those of its former lives: the wall's seconds."""
-    return int(clock.wall_s())

@@ -72,10 +72,12 @@ class MasterConfig:
 
     listen: str = _about("gRPC address, host:port; port 0 takes a free one", "127.0.0.1:50051")
     http: str = _about("address of /metrics, /healthz and /readyz", "127.0.0.1:9500")
+    state_dir: str = _about("directory of what outlives the Master; one for each Master", "/var/lib/kvpool")
     message_bytes_max: int = _about("largest message that is received", 8 << 20)
     rpcs_max: int = _about("RPCs and sessions open at once; more are refused", 16_384)
     tick_ms: int = _about("time between two Ticks of the core", 200)
     drain_ms: int = _about("how long a stop waits for running RPCs", 5_000)
+    clear_wait_ms: int = _about("how long a Remove waits for node clients to clear slot headers", 1_000)
     log_level: str = _about("one of " + ", ".join(LEVELS), "info")
     log_json: bool = _about("log lines as JSON", False)
     debug: bool = _about("serve Admin.CheckInvariants, which stops the world for its time", False)
@@ -92,9 +94,14 @@ class MasterConfig:
             ("rpcs_max", 1, 1 << 20),
             ("tick_ms", 1, 60_000),
             ("drain_ms", 0, 3_600_000),
+            ("clear_wait_ms", 0, 60_000),
         ):
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"{name} = {getattr(self, name)}: {low} to {high}")
+        if not self.state_dir:
+            raise ConfigError("state_dir is empty")
+        if self.tick_ms >= self.core.stall_ms:
+            raise ConfigError(f"tick_ms = {self.tick_ms}: below {CORE_TABLE}.stall_ms = {self.core.stall_ms}")
         try:
             self.core.check()
         except ValueError as error:

@@ -1,35 +1,29 @@
-"""Messages of the contract to commands of the core, and its outcomes to messages. No decision is taken here.
+"""Messages of workers and operators to commands of the core, and its outcomes to messages. No decision is taken here.
 
 Runs travel column by column: no Python step per block, and few per run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
 from kvpool_master.core.extents import records
 from kvpool_master.core.messages import (
-    BindSlab,
-    BlockBad,
-    Command,
     Commit,
     Parent,
     Peeked,
-    Register,
     Reserve,
     Reserved,
-    SegmentOffer,
-    SlabBound,
-    WorkerGone,
 )
 from kvpool_master.core.snapshot import NodeSnapshot, Snapshot
+from kvpool_master.state import BYPASS_BITS
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.convert import spec_to_message
 from kvpool_proto.errors import BadRequest
 
-_PARENTS = {pb.PARENT_ROOT: Parent.ROOT, pb.PARENT_UNKNOWN: Parent.UNKNOWN}
+PARENTS = {pb.PARENT_ROOT: Parent.ROOT, pb.PARENT_UNKNOWN: Parent.UNKNOWN}
 
 
 def enum_to_message(value: IntEnum) -> Any:
@@ -56,7 +50,7 @@ def extents_to_message(packed: bytes) -> pb.Extents:
 
 def reserve_from_message(request: pb.ReserveRequest) -> Reserve:
     """The command of a request. Raises BadRequest if it does not say what the put follows."""
-    parent = request.parent_key if request.parent_kind == pb.PARENT_KEY else _PARENTS.get(request.parent_kind)
+    parent = request.parent_key if request.parent_kind == pb.PARENT_KEY else PARENTS.get(request.parent_kind)
     if parent is None:
         raise BadRequest(f"parent_kind = {request.parent_kind}: root, key or unknown")
     return Reserve(
@@ -120,31 +114,22 @@ def commit_from_message(request: pb.CommitRequest) -> Commit:
     )
 
 
-def register_from_message(request: pb.RegisterRequest) -> Register:
-    """The command of a request."""
-    offers = [
-        SegmentOffer(offer.index, offer.size_bytes, offer.slab_bytes, offer.numa_node) for offer in request.segments
-    ]
-    return Register(request.node_id, request.incarnation, tuple(offers))
+def tombstones_to_message(tombstones: Iterable[tuple[bytes, int]]) -> list[pb.Tombstone]:
+    """(namespace, newest dead stamp) as they travel."""
+    return [pb.Tombstone(namespace_id=namespace, stamp=stamp) for namespace, stamp in tombstones]
 
 
-def reports_from_message(node: str, incarnation: int, message: pb.SessionUp) -> Iterator[Command]:
-    """What a node client reports beside being alive, in an order that frees before it takes."""
-    for gone in message.workers_gone:
-        yield WorkerGone(node, gone)
-    for bad in message.bad_blocks:
-        yield BlockBad(bad.namespace_id, bad.chain, bad.stamp)
-    for bound in message.slabs_bound:
-        yield SlabBound(node, incarnation, bound.segment, bound.slab, bound.slot_bytes)
+def bypass_to_message(bits: int) -> pb.Bypass:
+    """The switch as it travels."""
+    return pb.Bypass(**{name: bool(bits & bit) for name, bit in BYPASS_BITS.items()})
 
 
-def orders_to_message(orders: list[BindSlab], epoch: int) -> pb.SessionDown:
-    """Orders of one node, as they go down its session."""
-    binds = [pb.BindSlab(segment=order.segment, slab=order.slab, slot_bytes=order.slot_bytes) for order in orders]
-    return pb.SessionDown(epoch=epoch, bind_slabs=binds)
+def bypass_from_message(bypass: pb.Bypass) -> int:
+    """The bits of a switch."""
+    return sum(bit for name, bit in BYPASS_BITS.items() if getattr(bypass, name))
 
 
-def status_to_message(snapshot: Snapshot, version: str, uptime_ms: int) -> pb.StatusReply:
+def status_to_message(snapshot: Snapshot, version: str, uptime_ms: int, bypass: int) -> pb.StatusReply:
     """What is stored and who holds it."""
     namespaces = [
         pb.NamespaceStatus(
@@ -164,6 +149,9 @@ def status_to_message(snapshot: Snapshot, version: str, uptime_ms: int) -> pb.St
         nodes=[_node_to_message(node) for node in snapshot.nodes],
         leases=snapshot.leases,
         reservations=snapshot.reservations,
+        ready=snapshot.ready,
+        recovery=snapshot.recovery,
+        bypass=bypass_to_message(bypass),
     )
 
 
@@ -187,4 +175,5 @@ def _node_to_message(node: NodeSnapshot) -> pb.NodeStatus:
         state_reason=node.state_reason,
         heartbeat_age_ms=node.heartbeat_age_ms,
         segments=segments,
+        inventory=node.inventory,
     )

@@ -21,11 +21,13 @@ from prometheus_client.registry import Collector
 
 from kvpool_master.core.messages import GoneReason, Reason
 from kvpool_master.core.snapshot import EVICTED_IDLE_BOUNDS_S, NamespaceSnapshot, SegmentSnapshot, Snapshot
+from kvpool_master.state import BYPASS_BITS
 
 RPC_BOUNDS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1, 1.0)
 LATE_BOUNDS_S = (1e-3, 5e-3, 1e-2, 5e-2, 1e-1, 5e-1, 1.0, 2.0, 5.0)
 NAMESPACE_HEX_DIGITS = 12
 NODE_STATES = ("up", "suspect")
+INVENTORY_STATES = ("waiting", "arriving", "failed")
 
 METRICS: dict[str, str] = {
     # what was asked and answered
@@ -70,10 +72,23 @@ METRICS: dict[str, str] = {
     "kvpool_master_segment_reserved_bytes": "Of these, granted to open reservations and not committed yet.",
     "kvpool_master_segment_quarantined_bytes": "Of these, given up without the writer's word; they come back later.",
     "kvpool_master_segment_deferred_bytes": "Of these, hidden and waiting for leases to end.",
+    "kvpool_master_segment_unclaimed_bytes": "Of these, recovered for namespaces that nobody has opened again yet.",
+    "kvpool_master_segment_closed_state": "1 while a segment takes no reservation: an inventory or a grace is awaited.",
+    # recovery after a restart
+    "kvpool_master_ready_state": "1 once every known node has reported what it holds, or its time was over.",
+    "kvpool_master_inventories_live": "Inventories that are awaited, by state; failed: until the node registers again.",
+    "kvpool_master_inventories_completed_total": "Inventories that are complete.",
+    "kvpool_master_inventories_failed_total": "Inventories given up, since they made no progress.",
+    "kvpool_master_recovered_blocks_total": "Blocks that inventories made complete.",
+    "kvpool_master_surplus_blocks_total": "Blocks of inventories that the directory had already, or that do not fit.",
+    "kvpool_master_dead_blocks_total": "Blocks of inventories that a purge had ended.",
+    "kvpool_master_unclaimed_blocks_total": "Blocks of inventories whose namespace was not open when they came.",
     # the Master itself
     "kvpool_master_rpc_seconds": "Time in the Master per RPC, by method and gRPC code; transport not included.",
     "kvpool_master_loop_late_seconds": "How late the loop ran its timer: above 0.1 s, clients time out.",
     "kvpool_master_failed_ticks_total": "Ticks that raised: a bug, see the log.",
+    "kvpool_master_state_write_seconds": "Time of each write to the state directory; all RPCs wait for it.",
+    "kvpool_master_bypass_state": "1 for each call (lookups, loads, stores) that is switched off in all workers.",
     "kvpool_master_stalls_total": "Ticks so late that liveness deadlines were moved.",
     "kvpool_master_memory_bytes": "Resident memory of the process.",
     "kvpool_master_memory_peak_bytes": "The most it ever was.",
@@ -110,6 +125,8 @@ _OF_SEGMENT: Mapping[str, Callable[[SegmentSnapshot], int]] = {
     "kvpool_master_segment_reserved_bytes": lambda segment: segment.reserved_bytes,
     "kvpool_master_segment_quarantined_bytes": lambda segment: segment.quarantined_bytes,
     "kvpool_master_segment_deferred_bytes": lambda segment: segment.deferred_bytes,
+    "kvpool_master_segment_unclaimed_bytes": lambda segment: segment.unclaimed_bytes,
+    "kvpool_master_segment_closed_state": lambda segment: int(segment.closed),
 }
 _OF_POOL: Mapping[str, Callable[[Snapshot], int]] = {
     "kvpool_master_gone_ring_blocks": lambda pool: pool.ring_blocks,
@@ -124,6 +141,13 @@ _OF_POOL: Mapping[str, Callable[[Snapshot], int]] = {
     "kvpool_master_reservations_aborted_total": lambda pool: pool.counters.reservations_aborted,
     "kvpool_master_reservations_expired_total": lambda pool: pool.counters.reservations_expired,
     "kvpool_master_evict_passes_total": lambda pool: pool.counters.evict_passes,
+    "kvpool_master_ready_state": lambda pool: int(pool.ready),
+    "kvpool_master_inventories_completed_total": lambda pool: pool.counters.inventories_completed,
+    "kvpool_master_inventories_failed_total": lambda pool: pool.counters.inventories_failed,
+    "kvpool_master_recovered_blocks_total": lambda pool: pool.counters.recovered_blocks,
+    "kvpool_master_surplus_blocks_total": lambda pool: pool.counters.surplus_blocks,
+    "kvpool_master_dead_blocks_total": lambda pool: pool.counters.dead_blocks,
+    "kvpool_master_unclaimed_blocks_total": lambda pool: pool.counters.unclaimed_blocks,
     "kvpool_master_stalls_total": lambda pool: pool.counters.stalls,
     "kvpool_master_epoch": lambda pool: pool.epoch,
 }
@@ -170,6 +194,8 @@ class MasterCollector(Collector):
         late: Histogram,
         failed_ticks: Callable[[], int],
         sessions: Callable[[], int],
+        state_writes: Histogram,
+        bypass: Callable[[], int],
         version: str,
     ) -> None:
         self._snapshot = snapshot
@@ -177,6 +203,8 @@ class MasterCollector(Collector):
         self._late = late
         self._failed_ticks = failed_ticks
         self._sessions = sessions
+        self._state_writes = state_writes
+        self._bypass = bypass
         self._version = version
 
     def describe(self) -> list[Metric]:
@@ -204,9 +232,16 @@ class MasterCollector(Collector):
         for labels, times in sorted(self._rpc_times.histograms.items()):
             _add_histogram(rpcs, labels, times.bounds, times.counts, times.total)
         yield rpcs
-        late = _family_of_histograms("kvpool_master_loop_late_seconds", [])
-        _add_histogram(late, (), self._late.bounds, self._late.counts, self._late.total)
-        yield late
+        for name, times in (
+            ("kvpool_master_loop_late_seconds", self._late),
+            ("kvpool_master_state_write_seconds", self._state_writes),
+        ):
+            family = _family_of_histograms(name, [])
+            _add_histogram(family, (), times.bounds, times.counts, times.total)
+            yield family
+        bits = self._bypass()
+        off = [((call,), int(bool(bits & bit))) for call, bit in BYPASS_BITS.items()]
+        yield _filled("kvpool_master_bypass_state", ["call"], off)
         yield _filled("kvpool_master_failed_ticks_total", [], [((), self._failed_ticks())])
         yield _filled("kvpool_master_sessions", [], [((), self._sessions())])
         yield _filled("kvpool_master_memory_bytes", [], [((), _resident_bytes())])
@@ -269,6 +304,9 @@ def _node_families(pool: Snapshot) -> Iterator[Metric]:
     for node in pool.nodes:
         states[node.state] = states.get(node.state, 0) + 1
     yield _filled("kvpool_master_nodes", ["state"], [((state,), count) for state, count in states.items()])
+    awaited = [node.inventory for node in pool.nodes]
+    live = [((state,), awaited.count(state)) for state in INVENTORY_STATES]
+    yield _filled("kvpool_master_inventories_live", ["state"], live)
     named = [((node.node, str(segment.index)), segment) for node in pool.nodes for segment in node.segments]
     for name, value in _OF_SEGMENT.items():
         yield _filled(name, _SEGMENT, [(labels, value(segment)) for labels, segment in named])

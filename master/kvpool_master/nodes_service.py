@@ -11,8 +11,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvpool_master.convert import orders_to_message, register_from_message, reports_from_message
-from kvpool_master.core.messages import Heartbeat, Registered, RetireNode, SessionLost, SlabBound
+from kvpool_master.convert import bypass_to_message, tombstones_to_message
+from kvpool_master.convert_nodes import orders_to_message, register_from_message, reports_from_message
+from kvpool_master.core.messages import Heartbeat, Registered, RetireNode, SlabBound, SlotsCleared
 from kvpool_master.rpc import Guard
 from kvpool_master.sessions import Session
 from kvpool_master.shell import Shell
@@ -21,7 +22,7 @@ from kvpool_proto.errors import BadRequest, KVPoolError
 
 
 class NodesService:
-    """kvpool.v1.Nodes without its stream; see SessionStream."""
+    """kvpool.v1.Nodes without its streams; see SessionStream and inventory_stream.py."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -30,12 +31,19 @@ class NodesService:
         """Offer a node's segments."""
         shell = self._shell
         shell.refuse_when_stopping()
+        shell.meet(request.node_id, request.epoch_seen)
         # The effects may be orders to this very incarnation: it has to be known before they are carried out.
-        registered: Registered = shell.core.apply(register_from_message(request), shell.clock.now_ms())
+        registered: Registered = shell.ask(register_from_message(request))
+        shell.obeyed_by.add(request.node_id)
         shell.sessions.registered(request.node_id, request.incarnation)
-        shell.sessions.carry_out(registered.effects)
+        shell.carry_out(registered.effects)
         shell.log.info(
-            "node_registered", node=request.node_id, incarnation=request.incarnation, segments=len(request.segments)
+            "node_registered",
+            node=request.node_id,
+            incarnation=request.incarnation,
+            segments=len(request.segments),
+            holds=any(offer.holds for offer in request.segments),
+            epoch_seen=request.epoch_seen,
         )
         settings = shell.config.core
         return pb.RegisterReply(
@@ -44,6 +52,8 @@ class NodesService:
             heartbeat_ms=settings.heartbeat_ms,
             suspect_ms=settings.suspect_ms,
             retire_ms=settings.retire_ms,
+            tombstones=tombstones_to_message(registered.tombstones),
+            bypass=bypass_to_message(shell.bypass),
         )
 
     def Retire(self, request: pb.RetireRequest) -> pb.RetireReply:
@@ -76,7 +86,8 @@ class SessionStream:
             try:
                 await self._converse(session, first, messages, context)
             finally:
-                self._close(session)
+                if self._shell.sessions.closed(session) and not self._shell.stopping:
+                    self._shell.lost(session)
         except Exception as error:
             await self._guard.abort("Session", context, error)
 
@@ -104,7 +115,7 @@ class SessionStream:
             self._reported(session, message)
 
     def _reported(self, session: Session, message: pb.SessionUp) -> None:
-        for command in reports_from_message(session.node, session.incarnation, message):
+        for command in reports_from_message(session.node, session.incarnation, message, self._shell.epoch):
             try:
                 self._shell.apply(command)
             except KVPoolError as error:
@@ -112,7 +123,9 @@ class SessionStream:
                     "report_refused", node=session.node, report=type(command).__name__, text=str(error)
                 )
             if isinstance(command, SlabBound):
-                self._shell.sessions.answered(command)
+                self._shell.sessions.bound(command)
+            elif isinstance(command, SlotsCleared):
+                self._shell.sessions.cleared(command)
 
     async def _tell(self, session: Session, context: Any) -> None:
         while (orders := await session.next()) is not None:
@@ -121,8 +134,3 @@ class SessionStream:
             raise session.error
         if session.retired:
             await context.write(pb.SessionDown(epoch=self._shell.epoch, retired=True))
-
-    def _close(self, session: Session) -> None:
-        if self._shell.sessions.closed(session) and not self._shell.stopping:
-            self._shell.apply(SessionLost(session.node, session.incarnation))
-            self._shell.log.warning("session_lost", node=session.node, incarnation=session.incarnation)

@@ -1,14 +1,17 @@
 """The way of every RPC: its deadline, its errors, its time. What it does is a plain function of the request.
 
+The few that wait for somebody else are coroutine functions of the request and the seconds that are left of its time.
+
 Rules
   - A request whose deadline has passed is dropped undone.
   - A KVPoolError becomes its status with google.rpc.ErrorInfo. Anything else is a bug of ours: INTERNAL to the
     caller, one traceback in the log, and the Master goes on.
-  - The functions do not await, so a request is carried out whole or not at all.
+  - Plain functions do not await, so a request is carried out whole or not at all.
 """
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -42,8 +45,9 @@ class Guard:
         unary = [method.name for method in descriptor.methods if not method.client_streaming]
         return SimpleNamespace(**{name: self._unary(name, getattr(functions, name)) for name in unary})
 
-    def _unary(self, method: str, function: Callable[[Any], Any]) -> Handler:
+    def _unary(self, method: str, function: Callable[..., Any]) -> Handler:
         observe, precise_s = self._times.observe, self._clock.precise_s
+        waits = inspect.iscoroutinefunction(function)
 
         async def handle(request: Any, context: Any) -> Any:
             """Reply as the function does; an error, also a deadline that has passed, ends the RPC."""
@@ -53,7 +57,7 @@ class Guard:
                 remaining_s = context.time_remaining()
                 if remaining_s is not None and remaining_s <= 0:
                     raise DeadlinePassed(f"{method} arrived after its deadline; nothing was done")
-                return function(request)
+                return await function(request, remaining_s) if waits else function(request)
             except Exception as error:
                 code = error.code if isinstance(error, KVPoolError) else "INTERNAL"
                 await self.abort(method, context, error)

@@ -1,11 +1,16 @@
 """The life of the Master, in the order in which it happens.
 
-  start: epoch, core, HTTP, gRPC, ticks          stop: refuse new work, say so, end sessions, finish RPCs, close
+  start: state and epoch, core, HTTP, gRPC, ticks    stop: refuse new work, say so, end sessions, finish RPCs, close
+
+Serving and being ready are two things: node clients and workers are served from the start, and a lookup finds what has
+arrived so far; /readyz and gRPC health say ready when every known node has reported what it holds.
 
 Rules
   - Signals are held back until the Master is up, so that one that comes early is obeyed in order, not lost.
   - Until start() returns nothing is announced; what start() opened is closed again when it fails.
   - Ports are taken exclusively: a second Master on the same port fails and says so.
+  - A Master whose memory cannot be written, or that meets an epoch above its own too late, ends at once with
+    EXIT_FAILED.
 """
 
 from __future__ import annotations
@@ -25,16 +30,18 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvpool_master.clock import SYSTEM, Clock, new_epoch
+from kvpool_master.clock import SYSTEM, Clock
 from kvpool_master.config import MasterConfig, split_address, version
 from kvpool_master.core.pool import Pool
 from kvpool_master.http import Answer, HttpServer
+from kvpool_master.inventory_stream import InventoryStream
 from kvpool_master.logs import LibraryHandler, Log
 from kvpool_master.metrics import MasterCollector, RpcTimes, exposition, registry_of
 from kvpool_master.nodes_service import NodesService, SessionStream
 from kvpool_master.rpc import Guard
 from kvpool_master.service import AdminService, PoolService
 from kvpool_master.shell import Core, Shell
+from kvpool_master.state import State, StateError
 from kvpool_master.sweeper import Sweeper
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto import pool_pb2_grpc as pb_grpc
@@ -57,7 +64,10 @@ class StartError(Exception):
 
 
 class MasterServer:
-    """A Master on the running loop. After start(), grpc_port and http_port are the ports that were taken."""
+    """A Master on the running loop. After start(), grpc_port and http_port are the ports that were taken.
+
+    It holds its state directory from the constructor, which raises StartError, until stop().
+    """
 
     def __init__(
         self,
@@ -69,18 +79,16 @@ class MasterServer:
     ) -> None:
         self.config = config
         self.log = log or Log(config.log_level, config.log_json, clock, sys.stderr)
-        epoch = new_epoch(clock)
-        core = make_core(config.core, epoch=epoch)
-        self.shell = Shell(core, epoch, config, clock, self.log)
+        self.shell = _shell(config, clock, self.log, make_core)
         self.grpc_port = 0
         self.http_port = 0
-        self._ready = False
+        self._serving = False
         self.rpc_times = RpcTimes()
         self._sweeper = Sweeper(self.shell)
         self._http = HttpServer(self._routes(), self.log)
         self._health: Any = _HEALTH.aio.HealthServicer()
         self._grpc: grpc.aio.Server | None = None
-        self._ticks: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Take both ports and serve. Raises StartError; nothing is left open then."""
@@ -90,21 +98,25 @@ class MasterServer:
         except StartError:
             await self.stop()
             raise
-        self._ticks = asyncio.create_task(self._sweeper.run())
-        self._ready = True
+        self._tasks = [asyncio.create_task(self._sweeper.run()), asyncio.create_task(self._announce_readiness())]
+        self._serving = True
 
     async def stop(self) -> None:
-        """Refuse new leases and reservations, end sessions, let running RPCs finish within drain_ms, close."""
+        """Refuse new leases and reservations, end sessions, let running RPCs finish within drain_ms, close.
+
+        A Master that has failed lets nothing finish.
+        """
         self.shell.stopping = True
-        self._ready = False
+        self._serving = False
         await self._health.enter_graceful_shutdown()
         self.shell.sessions.end_all()
         if self._grpc is not None:
-            await self._grpc.stop(self.config.drain_ms / 1000)
-        if self._ticks is not None:
-            self._ticks.cancel()
-            await asyncio.gather(self._ticks, return_exceptions=True)
+            await self._grpc.stop(0 if self.shell.failure else self.config.drain_ms / 1000)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.stop()
+        self.shell.close()
 
     async def _start_http(self) -> None:
         host, port = split_address("http", self.config.http)
@@ -123,6 +135,7 @@ class MasterServer:
         admin = guard.service(services["Admin"], AdminService(self.shell, version()))
         nodes = guard.service(services["Nodes"], NodesService(self.shell))
         nodes.Session = SessionStream(self.shell, guard).serve
+        nodes.Inventory = InventoryStream(self.shell, guard).serve
         pb_grpc.add_PoolServicer_to_server(pool, server)
         pb_grpc.add_AdminServicer_to_server(admin, server)
         pb_grpc.add_NodesServicer_to_server(nodes, server)
@@ -133,9 +146,16 @@ class MasterServer:
         except RuntimeError as error:
             raise StartError(f"listen = {self.config.listen}: in use, or not an address of this machine") from error
         self._grpc = server
+        await self._say(health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.start()
+
+    async def _announce_readiness(self) -> None:
+        await self.shell.ready.wait()
+        await self._say(health_pb2.HealthCheckResponse.SERVING)
+
+    async def _say(self, status: Any) -> None:
         for name in ("", *_SERVICES):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            await self._health.set(name, status)
 
     def _routes(self) -> dict[str, Callable[[], Answer]]:
         registry = registry_of(
@@ -143,20 +163,42 @@ class MasterServer:
                 snapshot=self.shell.snapshot,
                 rpc_times=self.rpc_times,
                 late=self._sweeper.late,
-                failed_ticks=lambda: self._sweeper.failed_ticks,
+                failed_ticks=lambda: self.shell.failed_ticks,
                 sessions=lambda: self.shell.sessions.open_sessions,
+                state_writes=self.shell.state_writes,
+                bypass=lambda: self.shell.bypass,
                 version=version(),
             )
         )
         return {
             "/metrics": lambda: Answer(200, exposition(registry), METRICS_TYPE),
             "/healthz": lambda: Answer(200, b"alive\n"),
-            "/readyz": lambda: Answer(200, b"ready\n") if self._ready else Answer(503, b"not serving\n"),
+            "/readyz": self._readiness,
         }
+
+    def _readiness(self) -> Answer:
+        if not self._serving:
+            return Answer(503, b"not serving\n")
+        if not self.shell.ready.is_set():
+            return Answer(503, f"recovering: {self.shell.snapshot().recovery}\n".encode())
+        return Answer(200, b"ready\n")
+
+
+def _shell(config: MasterConfig, clock: Clock, log: Log, make_core: Callable[..., Core]) -> Shell:
+    """A shell that holds the state directory. Raises StartError."""
+    try:
+        state = State.open(config.state_dir)
+        try:
+            return Shell(config, clock, log, state, make_core)
+        except BaseException:
+            state.close()
+            raise
+    except StateError as error:
+        raise StartError(str(error)) from error
 
 
 def run(config: MasterConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code. Startup errors are one line on stderr."""
+    """Serve until SIGTERM, SIGINT or a failure; the exit code. Startup errors are one line on stderr."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     log = Log(config.log_level, config.log_json, SYSTEM, sys.stderr)
     logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING, force=True)
@@ -166,13 +208,12 @@ def run(config: MasterConfig) -> int:
         return refuse(f"uvloop is missing ({error}): pip install 'kvpool[daemon]'")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, log))
+            return runner.run(_serve(config, log))
     except StartError as error:
         return refuse(str(error))
     except Exception as error:
         log.error("failed", error=repr(error), traceback="".join(traceback.format_exception(error)))
         return EXIT_FAILED
-    return EXIT_OK
 
 
 def refuse(text: str) -> int:
@@ -181,12 +222,12 @@ def refuse(text: str) -> int:
     return EXIT_NOT_STARTED
 
 
-async def _serve(config: MasterConfig, log: Log) -> None:
+async def _serve(config: MasterConfig, log: Log) -> int:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stop.set)
     server = MasterServer(config, log=log)
+    ended = server.shell.ended
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, ended.set)
     await server.start()
     spare_the_directory()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -200,11 +241,15 @@ async def _serve(config: MasterConfig, log: Log) -> None:
         http=config.http,
     )
     notify_service_manager("READY=1")
-    await stop.wait()
-    log.info("stopping", drain_ms=config.drain_ms)
+    await ended.wait()
     notify_service_manager("STOPPING=1")
+    if server.shell.failure:
+        await server.stop()
+        return EXIT_FAILED
+    log.info("stopping", drain_ms=config.drain_ms)
     await server.stop()
     log.info("stopped")
+    return EXIT_OK
 
 
 def spare_the_directory() -> None:

@@ -2,26 +2,71 @@
 
 Rules
   - A node has at most one open session: a newer one ends the older, and so does a new registration.
-  - An order stays here until the node answers it, so that a session opened later gets what the former one lost. An
-    order that was answered is never sent again: binding a slab twice would clear what was written between.
-  - Orders wait by slab, so there is at most one per slab; a node that lets more than ORDERS_MAX wait loses its
-    session and asks again by registering.
+  - An order stays here until the node answers it, so that a session opened later gets what the former one lost. What
+    is never answered (tombstones, the switch, questions) is told on every session.
+  - Of orders about the same thing only the newest stands: a slab's size, the inventory, the switch. An order that was
+    answered is never sent again: binding a slab twice would clear what was written between.
+  - A registration starts with nothing: the core says again what it still wants. A node that lets more than ORDERS_MAX
+    orders wait loses its session and gets them anew by registering.
   - Nothing here knows gRPC or the core; who ends a session says why.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvpool_master.core.messages import BindSlab, Effect, Retire, SlabBound
+from kvpool_master.core.messages import (
+    AskInventory,
+    AskWorkers,
+    BindSlab,
+    ClearSlots,
+    Effect,
+    Remember,
+    Retire,
+    SlabBound,
+    SlotsCleared,
+)
 from kvpool_proto.errors import KVPoolError, LimitReached, StaleIncarnation
 
 ORDERS_MAX = 65_536
 """Unanswered orders of one node."""
-ORDERS_PER_MESSAGE = 4_096
-"""Some 100 KB of orders: far below any message limit."""
+ROWS_PER_MESSAGE = 4_096
+"""Some 100 KB of orders: far below any message limit. An order counts as one row and one for each of its runs."""
+
+
+class Bury(NamedTuple):
+    """Forget what a namespace held up to this stamp."""
+
+    namespace: bytes
+    stamp: int
+
+
+class SetBypass(NamedTuple):
+    """The switch as it is from now on."""
+
+    bits: int
+
+
+Order = BindSlab | ClearSlots | AskInventory | AskWorkers | Bury | SetBypass
+
+
+def _about(order: Order) -> Hashable:
+    match order:
+        case BindSlab():
+            return BindSlab, order.segment, order.slab
+        case ClearSlots():
+            return ClearSlots, order.order
+        case Bury():
+            return Bury, order.namespace
+        case _:
+            return type(order)
+
+
+def _rows(order: Order) -> int:
+    return 1 + len(order.runs) if isinstance(order, ClearSlots) else 1
 
 
 class Session:
@@ -29,7 +74,7 @@ class Session:
 
     __slots__ = ("_unsent", "_wake", "ended", "error", "incarnation", "node", "retired")
 
-    def __init__(self, node: str, incarnation: int, unsent: Iterable[BindSlab]) -> None:
+    def __init__(self, node: str, incarnation: int, unsent: Iterable[Order]) -> None:
         self.node = node
         self.incarnation = incarnation
         self.ended = False
@@ -39,7 +84,7 @@ class Session:
         self._wake = asyncio.Event()
         self._wake.set()
 
-    def send(self, order: BindSlab) -> None:
+    def send(self, order: Order) -> None:
         """Let next() return it."""
         self._unsent.append(order)
         self._wake.set()
@@ -50,12 +95,18 @@ class Session:
             self.ended, self.error, self.retired = True, error, retired
             self._wake.set()
 
-    async def next(self) -> list[BindSlab] | None:
-        """The next orders to send, at most ORDERS_PER_MESSAGE; None once the session has ended."""
+    async def next(self) -> list[Order] | None:
+        """The next orders to send, of at most ROWS_PER_MESSAGE rows or one order; None once the session has ended."""
         await self._wake.wait()
         if self.ended:
             return None
-        orders, self._unsent = self._unsent[:ORDERS_PER_MESSAGE], self._unsent[ORDERS_PER_MESSAGE:]
+        count, rows = 0, 0
+        for order in self._unsent:
+            rows += _rows(order)
+            if count and rows > ROWS_PER_MESSAGE:
+                break
+            count += 1
+        orders, self._unsent = self._unsent[:count], self._unsent[count:]
         if not self._unsent:
             self._wake.clear()
         return orders
@@ -64,7 +115,7 @@ class Session:
 @dataclass(slots=True)
 class _Node:
     incarnation: int
-    unanswered: dict[tuple[int, int], BindSlab] = field(default_factory=dict[tuple[int, int], BindSlab])
+    unanswered: dict[Hashable, Order] = field(default_factory=dict[Hashable, Order])
     session: Session | None = None
 
 
@@ -73,6 +124,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
+        self._awaited: dict[tuple[str, int], asyncio.Future[None]] = {}
 
     @property
     def open_sessions(self) -> int:
@@ -80,17 +132,15 @@ class Sessions:
         return sum(node.session is not None for node in self._nodes.values())
 
     def registered(self, name: str, incarnation: int) -> None:
-        """The node registered: it will open a new session. Orders to a former incarnation are void."""
+        """The core took the node in: its former session and orders are void."""
         known = self._nodes.get(name)
         if known is not None and known.session is not None:
             newer = known.incarnation != incarnation
             known.session.end(StaleIncarnation(f"node {name!r} registered anew") if newer else None)
-            known.session = None
-        if known is None or known.incarnation != incarnation:
-            self._nodes[name] = _Node(incarnation)
+        self._nodes[name] = _Node(incarnation)
 
     def open(self, name: str, incarnation: int) -> Session:
-        """A session of an incarnation that the core accepts. It starts with all unanswered orders."""
+        """A session of an incarnation that the core accepts. It starts with all that was not answered."""
         node = self._nodes.get(name)
         if node is None or node.incarnation != incarnation:
             node = self._nodes[name] = _Node(incarnation)
@@ -107,26 +157,65 @@ class Sessions:
         node.session = None
         return True
 
-    def answered(self, bound: SlabBound) -> None:
-        """The node did what it was told."""
-        node = self._nodes.get(bound.node)
+    def bound(self, told: SlabBound) -> None:
+        """The node bound a slab as it was told."""
+        node = self._nodes.get(told.node)
         if node is not None:
-            order = node.unanswered.get((bound.segment, bound.slab))
-            if order is not None and order.slot_bytes == bound.slot_bytes:
-                del node.unanswered[bound.segment, bound.slab]
+            about = BindSlab, told.segment, told.slab
+            order = node.unanswered.get(about)
+            if isinstance(order, BindSlab) and order.slot_bytes == told.slot_bytes:
+                del node.unanswered[about]
+
+    def cleared(self, told: SlotsCleared) -> None:
+        """The node cleared the slots that it was told to clear."""
+        node = self._nodes.get(told.node)
+        if node is not None:
+            node.unanswered.pop((ClearSlots, told.order), None)
+        awaited = self._awaited.pop((told.node, told.order), None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(None)
+
+    def reported(self, name: str) -> None:
+        """The inventory that the node was asked for is complete."""
+        node = self._nodes.get(name)
+        if node is not None:
+            node.unanswered.pop(AskInventory, None)
+
+    async def settled(self, orders: Sequence[ClearSlots], timeout_s: float) -> set[str]:
+        """Wait until the nodes have carried out these orders; returns those that have not within timeout_s."""
+        loop = asyncio.get_running_loop()
+        waits = {loop.create_future(): (order.node, order.order) for order in orders}
+        if not waits:
+            return set()
+        self._awaited |= {about: wait for wait, about in waits.items()}
+        try:
+            _, late = await asyncio.wait(waits, timeout=timeout_s)
+        finally:
+            for about in waits.values():
+                self._awaited.pop(about, None)
+        return {waits[wait][0] for wait in late}
 
     def carry_out(self, effects: Iterable[Effect]) -> None:
         """Hand orders to their nodes; end the sessions of nodes that were given up."""
         for effect in effects:
+            if isinstance(effect, Remember):
+                continue
             node = self._nodes.get(effect.node)
             if node is None:
                 continue
-            if isinstance(effect, BindSlab):
+            if isinstance(effect, Retire):
+                if node.incarnation == effect.incarnation:
+                    if node.session is not None:
+                        node.session.end(retired=True)
+                    del self._nodes[effect.node]
+            elif not isinstance(effect, AskInventory) or node.incarnation == effect.incarnation:
                 self._order(node, effect)
-            elif node.incarnation == effect.incarnation:
-                if node.session is not None:
-                    node.session.end(retired=True)
-                del self._nodes[effect.node]
+
+    def tell_all(self, order: Bury | SetBypass) -> int:
+        """Tell every node, now or with its next session; returns how many are connected."""
+        for node in self._nodes.values():
+            self._order(node, order)
+        return self.open_sessions
 
     def retired(self, name: str, incarnation: int) -> None:
         """The node left by its own word."""
@@ -138,8 +227,15 @@ class Sessions:
             if node.session is not None:
                 node.session.end()
 
-    def _order(self, node: _Node, order: BindSlab) -> None:
-        node.unanswered[order.segment, order.slab] = order
+    def forget_all(self, why: KVPoolError) -> None:
+        """The core forgot all nodes."""
+        for node in self._nodes.values():
+            if node.session is not None:
+                node.session.end(why)
+        self._nodes.clear()
+
+    def _order(self, node: _Node, order: Order) -> None:
+        node.unanswered[_about(order)] = order
         if len(node.unanswered) > ORDERS_MAX:
             node.unanswered.clear()
             if node.session is not None:

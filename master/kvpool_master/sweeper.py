@@ -1,14 +1,9 @@
-"""The only timer of the Master: one Tick of the core every tick_ms, and how late the loop runs.
-
-A Tick that fails is a bug, but the next one may do; the Master keeps serving and the log says it.
-"""
+"""The only timer of the Master: one Tick of the core every tick_ms, and how late the loop runs."""
 
 from __future__ import annotations
 
 import asyncio
-import traceback
 
-from kvpool_master.core.messages import Tick
 from kvpool_master.metrics import LATE_BOUNDS_S, Histogram
 from kvpool_master.shell import Shell
 
@@ -20,7 +15,6 @@ class Sweeper:
         self._shell = shell
         self._period_s = shell.config.tick_ms / 1000
         self.late = Histogram(LATE_BOUNDS_S)
-        self.failed_ticks = 0
 
     async def run(self) -> None:
         """Tick for ever."""
@@ -32,9 +26,4 @@ class Sweeper:
     def tick(self, due_s: float) -> None:
         """One Tick that was due at `due_s` on the precise clock. Never raises."""
         self.late.observe(max(0.0, self._shell.clock.precise_s() - due_s))
-        try:
-            self._shell.apply(Tick())
-        except Exception as error:
-            self.failed_ticks += 1
-            trace = "".join(traceback.format_exception(error))
-            self._shell.log.error("tick_failed", error=repr(error), traceback=trace)
+        self._shell.tick()

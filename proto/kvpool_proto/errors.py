@@ -137,6 +137,12 @@ class StaleIncarnation(KVPoolError):
     action = "A newer life of this node is registered: stop."
 
 
+class StaleInventory(KVPoolError):
+    reason = "INVENTORY_STALE"
+    code = "FAILED_PRECONDITION"
+    action = "Stop this report: the Master has asked for a newer one, or will."
+
+
 # -- not now ------------------------------------------------------------------------------------------
 
 
@@ -187,11 +193,11 @@ class NodeUnreachable(KVPoolError):
 
 
 class StaleEpoch(KVPoolError):
-    """Raised by clients: the answer comes from a life of the Master that is over."""
+    """What was granted, or the Master that answers, belongs to a life of the Master that is over."""
 
     reason = "STALE_EPOCH"
     code = "FAILED_PRECONDITION"
-    action = "Treat it as a miss; the next call asks the Master that rules now."
+    action = "Treat it as a miss and look up or reserve again: another life of the Master rules now."
 
 
 class SegmentElsewhere(KVPoolError):

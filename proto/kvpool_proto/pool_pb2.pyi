@@ -9,7 +9,7 @@ Conventions
   - runs travel as parallel packed arrays of equal length, one element per run
   - ids of leases and reservations are 16 random bytes chosen by the caller, so that a retry is the same request
   - errors are gRPC statuses that carry google.rpc.ErrorInfo (domain "kvpool"); the table is errors.py
-  - reserved ranges belong to what later versions add (peers, capabilities, inventories, pins, quotas)
+  - reserved ranges belong to what later versions add (peers, capabilities, pins, quotas)
 """
 
 import builtins
@@ -524,13 +524,17 @@ class RenewRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
+    epoch: builtins.int
+    """under which it was granted; 0: not said. A former one is refused (STALE_EPOCH)"""
     def __init__(
         self,
         *,
         lease_id: builtins.bytes = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "lease_id", b"lease_id"]) -> None: ...
 
 Global___RenewRequest: typing_extensions.TypeAlias = RenewRequest
 
@@ -660,6 +664,7 @@ class CommitRequest(google.protobuf.message.Message):
     BLOCKS_WRITTEN_FIELD_NUMBER: builtins.int
     FINAL_FIELD_NUMBER: builtins.int
     WORKER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     reservation_id: builtins.bytes
     part_from: builtins.int
     part_to: builtins.int
@@ -668,6 +673,8 @@ class CommitRequest(google.protobuf.message.Message):
     final: builtins.bool
     """gives up the rest of these parts"""
     worker_id: builtins.int
+    epoch: builtins.int
+    """as in RenewRequest"""
     def __init__(
         self,
         *,
@@ -677,8 +684,9 @@ class CommitRequest(google.protobuf.message.Message):
         blocks_written: builtins.int = ...,
         final: builtins.bool = ...,
         worker_id: builtins.int = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_written", b"blocks_written", "final", b"final", "part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_written", b"blocks_written", "epoch", b"epoch", "final", b"final", "part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___CommitRequest: typing_extensions.TypeAlias = CommitRequest
 
@@ -713,12 +721,15 @@ class AbortRequest(google.protobuf.message.Message):
     WRITER_FIELD_NUMBER: builtins.int
     PART_FROM_FIELD_NUMBER: builtins.int
     PART_TO_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     reservation_id: builtins.bytes
     writer: builtins.bool
     """the writer's own word for these parts: it copies no more"""
     part_from: builtins.int
     part_to: builtins.int
     """0: all parts of the reservation"""
+    epoch: builtins.int
+    """as in RenewRequest"""
     def __init__(
         self,
         *,
@@ -726,8 +737,9 @@ class AbortRequest(google.protobuf.message.Message):
         writer: builtins.bool = ...,
         part_from: builtins.int = ...,
         part_to: builtins.int = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "writer", b"writer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "writer", b"writer"]) -> None: ...
 
 Global___AbortRequest: typing_extensions.TypeAlias = AbortRequest
 
@@ -774,13 +786,19 @@ class RemoveReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REMOVED_BLOCKS_FIELD_NUMBER: builtins.int
+    NODES_AWAY_FIELD_NUMBER: builtins.int
     removed_blocks: builtins.int
+    @property
+    def nodes_away(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes whose slot headers could not be cleared within the request's time: with them blocks may come back."""
+
     def __init__(
         self,
         *,
         removed_blocks: builtins.int = ...,
+        nodes_away: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["removed_blocks", b"removed_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes_away", b"nodes_away", "removed_blocks", b"removed_blocks"]) -> None: ...
 
 Global___RemoveReply: typing_extensions.TypeAlias = RemoveReply
 
@@ -822,6 +840,8 @@ class SegmentOffer(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     SLAB_BYTES_FIELD_NUMBER: builtins.int
     NUMA_NODE_FIELD_NUMBER: builtins.int
+    CONTENTS_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
     index: builtins.int
     """the node's own number for it"""
     size_bytes: builtins.int
@@ -829,6 +849,12 @@ class SegmentOffer(google.protobuf.message.Message):
     slab_bytes: builtins.int
     numa_node: builtins.int
     """-1: not bound"""
+    contents: builtins.int
+    """Random, new with each file, and whenever something of its contents was lost. A segment whose contents the Master
+    knows by this number is taken as it knows it, whatever life of the node client offers it.
+    """
+    holds: builtins.bool
+    """slabs are bound: there is an inventory to report"""
     def __init__(
         self,
         *,
@@ -836,8 +862,10 @@ class SegmentOffer(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         slab_bytes: builtins.int = ...,
         numa_node: builtins.int = ...,
+        contents: builtins.int = ...,
+        holds: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["index", b"index", "numa_node", b"numa_node", "size_bytes", b"size_bytes", "slab_bytes", b"slab_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contents", b"contents", "holds", b"holds", "index", b"index", "numa_node", b"numa_node", "size_bytes", b"size_bytes", "slab_bytes", b"slab_bytes"]) -> None: ...
 
 Global___SegmentOffer: typing_extensions.TypeAlias = SegmentOffer
 
@@ -848,9 +876,12 @@ class RegisterRequest(google.protobuf.message.Message):
     NODE_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
+    EPOCH_SEEN_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     incarnation: builtins.int
     """rises with every life of this node client"""
+    epoch_seen: builtins.int
+    """the highest epoch obeyed so far, by any life of this node client; 0: none"""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SegmentOffer]: ...
     def __init__(
@@ -859,8 +890,9 @@ class RegisterRequest(google.protobuf.message.Message):
         node_id: builtins.str = ...,
         incarnation: builtins.int = ...,
         segments: collections.abc.Iterable[Global___SegmentOffer] | None = ...,
+        epoch_seen: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "node_id", b"node_id", "segments", b"segments"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch_seen", b"epoch_seen", "incarnation", b"incarnation", "node_id", b"node_id", "segments", b"segments"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 
@@ -873,6 +905,8 @@ class RegisterReply(google.protobuf.message.Message):
     HEARTBEAT_MS_FIELD_NUMBER: builtins.int
     SUSPECT_MS_FIELD_NUMBER: builtins.int
     RETIRE_MS_FIELD_NUMBER: builtins.int
+    TOMBSTONES_FIELD_NUMBER: builtins.int
+    BYPASS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     heartbeat_ms: builtins.int
     suspect_ms: builtins.int
@@ -881,6 +915,10 @@ class RegisterReply(google.protobuf.message.Message):
     def segment_handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """in the order offered"""
 
+    @property
+    def tombstones(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tombstone]: ...
+    @property
+    def bypass(self) -> Global___Bypass: ...
     def __init__(
         self,
         *,
@@ -889,8 +927,11 @@ class RegisterReply(google.protobuf.message.Message):
         heartbeat_ms: builtins.int = ...,
         suspect_ms: builtins.int = ...,
         retire_ms: builtins.int = ...,
+        tombstones: collections.abc.Iterable[Global___Tombstone] | None = ...,
+        bypass: Global___Bypass | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "heartbeat_ms", b"heartbeat_ms", "retire_ms", b"retire_ms", "segment_handles", b"segment_handles", "suspect_ms", b"suspect_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bypass", b"bypass"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bypass", b"bypass", "epoch", b"epoch", "heartbeat_ms", b"heartbeat_ms", "retire_ms", b"retire_ms", "segment_handles", b"segment_handles", "suspect_ms", b"suspect_ms", "tombstones", b"tombstones"]) -> None: ...
 
 Global___RegisterReply: typing_extensions.TypeAlias = RegisterReply
 
@@ -903,6 +944,7 @@ class SessionUp(google.protobuf.message.Message):
     SLABS_BOUND_FIELD_NUMBER: builtins.int
     WORKERS_GONE_FIELD_NUMBER: builtins.int
     BAD_BLOCKS_FIELD_NUMBER: builtins.int
+    CLEARED_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     incarnation: builtins.int
     @property
@@ -915,6 +957,10 @@ class SessionUp(google.protobuf.message.Message):
     def bad_blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BadBlock]:
         """checked again by the node client"""
 
+    @property
+    def cleared(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """orders of ClearSlots that were carried out"""
+
     def __init__(
         self,
         *,
@@ -923,8 +969,9 @@ class SessionUp(google.protobuf.message.Message):
         slabs_bound: collections.abc.Iterable[Global___SlabBound] | None = ...,
         workers_gone: collections.abc.Iterable[builtins.int] | None = ...,
         bad_blocks: collections.abc.Iterable[Global___BadBlock] | None = ...,
+        cleared: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bad_blocks", b"bad_blocks", "incarnation", b"incarnation", "node_id", b"node_id", "slabs_bound", b"slabs_bound", "workers_gone", b"workers_gone"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad_blocks", b"bad_blocks", "cleared", b"cleared", "incarnation", b"incarnation", "node_id", b"node_id", "slabs_bound", b"slabs_bound", "workers_gone", b"workers_gone"]) -> None: ...
 
 Global___SessionUp: typing_extensions.TypeAlias = SessionUp
 
@@ -981,19 +1028,44 @@ class SessionDown(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     BIND_SLABS_FIELD_NUMBER: builtins.int
     RETIRED_FIELD_NUMBER: builtins.int
+    REPORT_INVENTORY_FIELD_NUMBER: builtins.int
+    ASK_WORKERS_FIELD_NUMBER: builtins.int
+    CLEAR_SLOTS_FIELD_NUMBER: builtins.int
+    TOMBSTONES_FIELD_NUMBER: builtins.int
+    BYPASS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     retired: builtins.bool
     """the Master gave this node up: register again"""
+    report_inventory: builtins.int
+    """not 0: the number under which to report the inventory now"""
     @property
     def bind_slabs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BindSlab]: ...
+    @property
+    def ask_workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """which of these are gone? Answered in workers_gone; those alive are not answered"""
+
+    @property
+    def clear_slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClearSlots]: ...
+    @property
+    def tombstones(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tombstone]: ...
+    @property
+    def bypass(self) -> Global___Bypass:
+        """set: the switch as it is from now on"""
+
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         bind_slabs: collections.abc.Iterable[Global___BindSlab] | None = ...,
         retired: builtins.bool = ...,
+        report_inventory: builtins.int = ...,
+        ask_workers: collections.abc.Iterable[builtins.int] | None = ...,
+        clear_slots: collections.abc.Iterable[Global___ClearSlots] | None = ...,
+        tombstones: collections.abc.Iterable[Global___Tombstone] | None = ...,
+        bypass: Global___Bypass | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bind_slabs", b"bind_slabs", "epoch", b"epoch", "retired", b"retired"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bypass", b"bypass"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ask_workers", b"ask_workers", "bind_slabs", b"bind_slabs", "bypass", b"bypass", "clear_slots", b"clear_slots", "epoch", b"epoch", "report_inventory", b"report_inventory", "retired", b"retired", "tombstones", b"tombstones"]) -> None: ...
 
 Global___SessionDown: typing_extensions.TypeAlias = SessionDown
 
@@ -1017,6 +1089,278 @@ class BindSlab(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["segment", b"segment", "slab", b"slab", "slot_bytes", b"slot_bytes"]) -> None: ...
 
 Global___BindSlab: typing_extensions.TypeAlias = BindSlab
+
+@typing.final
+class ClearSlots(google.protobuf.message.Message):
+    """Make slots FREE whose headers still show these stamps; columns of equal length. Answered by SessionUp.cleared."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
+    SLOT_BYTES_FIELD_NUMBER: builtins.int
+    FIRST_SLOT_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    STAMP_FIELD_NUMBER: builtins.int
+    order: builtins.int
+    segment: builtins.int
+    slot_bytes: builtins.int
+    @property
+    def first_slot(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def stamp(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        order: builtins.int = ...,
+        segment: builtins.int = ...,
+        slot_bytes: builtins.int = ...,
+        first_slot: collections.abc.Iterable[builtins.int] | None = ...,
+        slots: collections.abc.Iterable[builtins.int] | None = ...,
+        stamp: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_slot", b"first_slot", "order", b"order", "segment", b"segment", "slot_bytes", b"slot_bytes", "slots", b"slots", "stamp", b"stamp"]) -> None: ...
+
+Global___ClearSlots: typing_extensions.TypeAlias = ClearSlots
+
+@typing.final
+class Tombstone(google.protobuf.message.Message):
+    """All of a namespace with a stamp up to this one is dead, for ever."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
+    STAMP_FIELD_NUMBER: builtins.int
+    namespace_id: builtins.bytes
+    stamp: builtins.int
+    def __init__(
+        self,
+        *,
+        namespace_id: builtins.bytes = ...,
+        stamp: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace_id", b"namespace_id", "stamp", b"stamp"]) -> None: ...
+
+Global___Tombstone: typing_extensions.TypeAlias = Tombstone
+
+@typing.final
+class Bypass(google.protobuf.message.Message):
+    """Which calls of workers are answered with a miss at once. By an operator's order, or a worker's own environment."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
+    STORES_FIELD_NUMBER: builtins.int
+    lookups: builtins.bool
+    loads: builtins.bool
+    stores: builtins.bool
+    def __init__(
+        self,
+        *,
+        lookups: builtins.bool = ...,
+        loads: builtins.bool = ...,
+        stores: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["loads", b"loads", "lookups", b"lookups", "stores", b"stores"]) -> None: ...
+
+Global___Bypass: typing_extensions.TypeAlias = Bypass
+
+@typing.final
+class InventoryChunk(google.protobuf.message.Message):
+    """A part of an inventory. Slabs of a segment come before its strands and its slots being written."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
+    SLAB_FIELD_NUMBER: builtins.int
+    SLOT_BYTES_FIELD_NUMBER: builtins.int
+    STRANDS_FIELD_NUMBER: builtins.int
+    WRITING_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    incarnation: builtins.int
+    number: builtins.int
+    segment: builtins.int
+    """handle"""
+    @property
+    def slab(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How slabs are bound, two columns."""
+
+    @property
+    def slot_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def strands(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Strands]: ...
+    @property
+    def writing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WritingSlots]: ...
+    @property
+    def end(self) -> Global___InventoryEnd: ...
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        number: builtins.int = ...,
+        segment: builtins.int = ...,
+        slab: collections.abc.Iterable[builtins.int] | None = ...,
+        slot_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        strands: collections.abc.Iterable[Global___Strands] | None = ...,
+        writing: collections.abc.Iterable[Global___WritingSlots] | None = ...,
+        end: Global___InventoryEnd | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "incarnation", b"incarnation", "node_id", b"node_id", "number", b"number", "segment", b"segment", "slab", b"slab", "slot_bytes", b"slot_bytes", "strands", b"strands", "writing", b"writing"]) -> None: ...
+
+Global___InventoryChunk: typing_extensions.TypeAlias = InventoryChunk
+
+@typing.final
+class Strands(google.protobuf.message.Message):
+    """Strands of one namespace: a strand is a run of consecutive blocks of one chain of which this segment holds parts
+    [part_from, part_to), as one or more extents (see Extents; their offsets follow from the order).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
+    KEY_BYTES_FIELD_NUMBER: builtins.int
+    SLOT_BYTES_FIELD_NUMBER: builtins.int
+    PART_FROM_FIELD_NUMBER: builtins.int
+    PART_TO_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    EXTENTS_FIELD_NUMBER: builtins.int
+    PARENT_KIND_FIELD_NUMBER: builtins.int
+    PARENT_KEYS_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    EXTENT_BLOCKS_FIELD_NUMBER: builtins.int
+    FIRST_SLOT_FIELD_NUMBER: builtins.int
+    STRIDE_FIELD_NUMBER: builtins.int
+    STAMP_FIELD_NUMBER: builtins.int
+    namespace_id: builtins.bytes
+    key_bytes: builtins.int
+    slot_bytes: builtins.int
+    part_from: builtins.int
+    part_to: builtins.int
+    parent_keys: builtins.bytes
+    """key_bytes each, zeros unless PARENT_KEY"""
+    keys: builtins.bytes
+    """of all blocks of all strands, key_bytes each"""
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Columns with an element per strand."""
+
+    @property
+    def extents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """how many"""
+
+    @property
+    def parent_kind(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___ParentKind.ValueType]: ...
+    @property
+    def extent_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Columns with an element per extent, strand by strand, in chain order."""
+
+    @property
+    def first_slot(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def stride(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def stamp(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        namespace_id: builtins.bytes = ...,
+        key_bytes: builtins.int = ...,
+        slot_bytes: builtins.int = ...,
+        part_from: builtins.int = ...,
+        part_to: builtins.int = ...,
+        blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        extents: collections.abc.Iterable[builtins.int] | None = ...,
+        parent_kind: collections.abc.Iterable[Global___ParentKind.ValueType] | None = ...,
+        parent_keys: builtins.bytes = ...,
+        keys: builtins.bytes = ...,
+        extent_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        first_slot: collections.abc.Iterable[builtins.int] | None = ...,
+        stride: collections.abc.Iterable[builtins.int] | None = ...,
+        stamp: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "extent_blocks", b"extent_blocks", "extents", b"extents", "first_slot", b"first_slot", "key_bytes", b"key_bytes", "keys", b"keys", "namespace_id", b"namespace_id", "parent_keys", b"parent_keys", "parent_kind", b"parent_kind", "part_from", b"part_from", "part_to", b"part_to", "slot_bytes", b"slot_bytes", "stamp", b"stamp", "stride", b"stride"]) -> None: ...
+
+Global___Strands: typing_extensions.TypeAlias = Strands
+
+@typing.final
+class WritingSlots(google.protobuf.message.Message):
+    """Slots whose headers say WRITING, or are torn while workers map the segment. worker_id 0: not known."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOT_BYTES_FIELD_NUMBER: builtins.int
+    FIRST_SLOT_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    slot_bytes: builtins.int
+    @property
+    def first_slot(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def worker_id(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        slot_bytes: builtins.int = ...,
+        first_slot: collections.abc.Iterable[builtins.int] | None = ...,
+        slots: collections.abc.Iterable[builtins.int] | None = ...,
+        worker_id: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_slot", b"first_slot", "slot_bytes", b"slot_bytes", "slots", b"slots", "worker_id", b"worker_id"]) -> None: ...
+
+Global___WritingSlots: typing_extensions.TypeAlias = WritingSlots
+
+@typing.final
+class InventoryEnd(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    SLOTS_WRITING_FIELD_NUMBER: builtins.int
+    blocks: builtins.int
+    """of all strands of all chunks"""
+    slots_writing: builtins.int
+    def __init__(
+        self,
+        *,
+        blocks: builtins.int = ...,
+        slots_writing: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "slots_writing", b"slots_writing"]) -> None: ...
+
+Global___InventoryEnd: typing_extensions.TypeAlias = InventoryEnd
+
+@typing.final
+class InventoryReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_TAKEN_FIELD_NUMBER: builtins.int
+    BLOCKS_SURPLUS_FIELD_NUMBER: builtins.int
+    BLOCKS_UNCLAIMED_FIELD_NUMBER: builtins.int
+    blocks_taken: builtins.int
+    blocks_surplus: builtins.int
+    """parts that the directory has already, dead, or not fitting: their slots are free"""
+    blocks_unclaimed: builtins.int
+    """of namespaces that nobody has opened yet"""
+    def __init__(
+        self,
+        *,
+        blocks_taken: builtins.int = ...,
+        blocks_surplus: builtins.int = ...,
+        blocks_unclaimed: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_surplus", b"blocks_surplus", "blocks_taken", b"blocks_taken", "blocks_unclaimed", b"blocks_unclaimed"]) -> None: ...
+
+Global___InventoryReply: typing_extensions.TypeAlias = InventoryReply
 
 @typing.final
 class RetireRequest(google.protobuf.message.Message):
@@ -1131,12 +1475,15 @@ class NodeStatus(google.protobuf.message.Message):
     STATE_REASON_FIELD_NUMBER: builtins.int
     HEARTBEAT_AGE_MS_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
+    INVENTORY_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     incarnation: builtins.int
     state: builtins.str
     """up, suspect"""
     state_reason: builtins.str
     heartbeat_age_ms: builtins.int
+    inventory: builtins.str
+    """none (nothing to report), waiting, arriving, complete"""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SegmentStatus]: ...
     def __init__(
@@ -1148,8 +1495,9 @@ class NodeStatus(google.protobuf.message.Message):
         state_reason: builtins.str = ...,
         heartbeat_age_ms: builtins.int = ...,
         segments: collections.abc.Iterable[Global___SegmentStatus] | None = ...,
+        inventory: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "incarnation", b"incarnation", "node_id", b"node_id", "segments", b"segments", "state", b"state", "state_reason", b"state_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "incarnation", b"incarnation", "inventory", b"inventory", "node_id", b"node_id", "segments", b"segments", "state", b"state", "state_reason", b"state_reason"]) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
 
@@ -1164,15 +1512,24 @@ class StatusReply(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
     RESERVATIONS_FIELD_NUMBER: builtins.int
+    READY_FIELD_NUMBER: builtins.int
+    RECOVERY_FIELD_NUMBER: builtins.int
+    BYPASS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     version: builtins.str
     uptime_ms: builtins.int
     leases: builtins.int
     reservations: builtins.int
+    ready: builtins.bool
+    """every known node has reported its inventory, or its time is over"""
+    recovery: builtins.str
+    """for people: what is still awaited"""
     @property
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NamespaceStatus]: ...
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
+    @property
+    def bypass(self) -> Global___Bypass: ...
     def __init__(
         self,
         *,
@@ -1183,10 +1540,49 @@ class StatusReply(google.protobuf.message.Message):
         nodes: collections.abc.Iterable[Global___NodeStatus] | None = ...,
         leases: builtins.int = ...,
         reservations: builtins.int = ...,
+        ready: builtins.bool = ...,
+        recovery: builtins.str = ...,
+        bypass: Global___Bypass | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "leases", b"leases", "namespaces", b"namespaces", "nodes", b"nodes", "reservations", b"reservations", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bypass", b"bypass"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bypass", b"bypass", "epoch", b"epoch", "leases", b"leases", "namespaces", b"namespaces", "nodes", b"nodes", "ready", b"ready", "recovery", b"recovery", "reservations", b"reservations", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
 
 Global___StatusReply: typing_extensions.TypeAlias = StatusReply
+
+@typing.final
+class SetBypassRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BYPASS_FIELD_NUMBER: builtins.int
+    @property
+    def bypass(self) -> Global___Bypass:
+        """all of the switch: what is not set is on again"""
+
+    def __init__(
+        self,
+        *,
+        bypass: Global___Bypass | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["bypass", b"bypass"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bypass", b"bypass"]) -> None: ...
+
+Global___SetBypassRequest: typing_extensions.TypeAlias = SetBypassRequest
+
+@typing.final
+class SetBypassReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODES_TOLD_FIELD_NUMBER: builtins.int
+    nodes_told: builtins.int
+    """nodes with an open session, which tell their workers at once"""
+    def __init__(
+        self,
+        *,
+        nodes_told: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes_told", b"nodes_told"]) -> None: ...
+
+Global___SetBypassReply: typing_extensions.TypeAlias = SetBypassReply
 
 @typing.final
 class CheckInvariantsRequest(google.protobuf.message.Message):

@@ -157,7 +157,8 @@ class PoolServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Purge(self, request, context):
-        """Hides everything in a namespace and ends its open reservations.
+        """Hides everything in a namespace and ends its open reservations, for ever: what was stored until now is dead on
+        every node, also on those that are away, and after restarts of everybody.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -521,6 +522,11 @@ class NodesStub(object):
                 request_serializer=kvpool__proto_dot_pool__pb2.SessionUp.SerializeToString,
                 response_deserializer=kvpool__proto_dot_pool__pb2.SessionDown.FromString,
                 _registered_method=True)
+        self.Inventory = channel.stream_unary(
+                '/kvpool.v1.Nodes/Inventory',
+                request_serializer=kvpool__proto_dot_pool__pb2.InventoryChunk.SerializeToString,
+                response_deserializer=kvpool__proto_dot_pool__pb2.InventoryReply.FromString,
+                _registered_method=True)
         self.Retire = channel.unary_unary(
                 '/kvpool.v1.Nodes/Retire',
                 request_serializer=kvpool__proto_dot_pool__pb2.RetireRequest.SerializeToString,
@@ -548,6 +554,15 @@ class NodesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inventory(self, request_iterator, context):
+        """What a node's segments hold, from their slot headers, in answer to SessionDown.report_inventory. The chunks of one
+        inventory go on one stream, in order; the last one has `end`. Refused (INVENTORY_STALE) as soon as a newer number
+        was asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Retire(self, request, context):
         """The node leaves for good: its blocks are dropped, its segments forgotten.
         """
@@ -567,6 +582,11 @@ def add_NodesServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=kvpool__proto_dot_pool__pb2.SessionUp.FromString,
                     response_serializer=kvpool__proto_dot_pool__pb2.SessionDown.SerializeToString,
+            ),
+            'Inventory': grpc.stream_unary_rpc_method_handler(
+                    servicer.Inventory,
+                    request_deserializer=kvpool__proto_dot_pool__pb2.InventoryChunk.FromString,
+                    response_serializer=kvpool__proto_dot_pool__pb2.InventoryReply.SerializeToString,
             ),
             'Retire': grpc.unary_unary_rpc_method_handler(
                     servicer.Retire,
@@ -641,6 +661,33 @@ class Nodes(object):
             _registered_method=True)
 
     @staticmethod
+    def Inventory(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvpool.v1.Nodes/Inventory',
+            kvpool__proto_dot_pool__pb2.InventoryChunk.SerializeToString,
+            kvpool__proto_dot_pool__pb2.InventoryReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Retire(request,
             target,
             options=(),
@@ -684,6 +731,11 @@ class AdminStub(object):
                 request_serializer=kvpool__proto_dot_pool__pb2.StatusRequest.SerializeToString,
                 response_deserializer=kvpool__proto_dot_pool__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.SetBypass = channel.unary_unary(
+                '/kvpool.v1.Admin/SetBypass',
+                request_serializer=kvpool__proto_dot_pool__pb2.SetBypassRequest.SerializeToString,
+                response_deserializer=kvpool__proto_dot_pool__pb2.SetBypassReply.FromString,
+                _registered_method=True)
         self.CheckInvariants = channel.unary_unary(
                 '/kvpool.v1.Admin/CheckInvariants',
                 request_serializer=kvpool__proto_dot_pool__pb2.CheckInvariantsRequest.SerializeToString,
@@ -703,6 +755,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetBypass(self, request, context):
+        """Turns lookups, loads or stores of all workers off, or on again. Kept over restarts of the Master.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckInvariants(self, request, context):
         """Cross-checks every index of the directory. Served only with --debug: it stops the world for its time.
         """
@@ -717,6 +776,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=kvpool__proto_dot_pool__pb2.StatusRequest.FromString,
                     response_serializer=kvpool__proto_dot_pool__pb2.StatusReply.SerializeToString,
+            ),
+            'SetBypass': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetBypass,
+                    request_deserializer=kvpool__proto_dot_pool__pb2.SetBypassRequest.FromString,
+                    response_serializer=kvpool__proto_dot_pool__pb2.SetBypassReply.SerializeToString,
             ),
             'CheckInvariants': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckInvariants,
@@ -753,6 +817,33 @@ class Admin(object):
             '/kvpool.v1.Admin/Status',
             kvpool__proto_dot_pool__pb2.StatusRequest.SerializeToString,
             kvpool__proto_dot_pool__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetBypass(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Admin/SetBypass',
+            kvpool__proto_dot_pool__pb2.SetBypassRequest.SerializeToString,
+            kvpool__proto_dot_pool__pb2.SetBypassReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,7 +9,7 @@ Conventions
   - runs travel as parallel packed arrays of equal length, one element per run
   - ids of leases and reservations are 16 random bytes chosen by the caller, so that a retry is the same request
   - errors are gRPC statuses that carry google.rpc.ErrorInfo (domain "kvpool"); the table is errors.py
-  - reserved ranges belong to what later versions add (peers, capabilities, inventories, pins, quotas)
+  - reserved ranges belong to what later versions add (peers, capabilities, pins, quotas)
 """
 
 import abc
@@ -313,7 +313,9 @@ class PoolStub(typing.Generic[_PoolOpenNamespaceType, _PoolLookupType, _PoolPeek
     """Hides the blocks of a chain behind the first skip_blocks; their room is freed when today's leases have ended."""
 
     Purge: _PoolPurgeType
-    """Hides everything in a namespace and ends its open reservations."""
+    """Hides everything in a namespace and ends its open reservations, for ever: what was stored until now is dead on
+    every node, also on those that are away, and after restarts of everybody.
+    """
 
 PoolAsyncStub: typing_extensions.TypeAlias = PoolStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -439,7 +441,9 @@ class PoolServicer(metaclass=abc.ABCMeta):
         request: kvpool_proto.pool_pb2.PurgeRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvpool_proto.pool_pb2.PurgeReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.PurgeReply]]:
-        """Hides everything in a namespace and ends its open reservations."""
+        """Hides everything in a namespace and ends its open reservations, for ever: what was stored until now is dead on
+        every node, also on those that are away, and after restarts of everybody.
+        """
 
 def add_PoolServicer_to_server(servicer: PoolServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
@@ -475,6 +479,22 @@ _NodesSessionType = typing_extensions.TypeVar(
     ],
 )
 
+_NodesInventoryType = typing_extensions.TypeVar(
+    '_NodesInventoryType',
+    grpc.StreamUnaryMultiCallable[
+        kvpool_proto.pool_pb2.InventoryChunk,
+        kvpool_proto.pool_pb2.InventoryReply,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        kvpool_proto.pool_pb2.InventoryChunk,
+        kvpool_proto.pool_pb2.InventoryReply,
+    ],
+    default=grpc.StreamUnaryMultiCallable[
+        kvpool_proto.pool_pb2.InventoryChunk,
+        kvpool_proto.pool_pb2.InventoryReply,
+    ],
+)
+
 _NodesRetireType = typing_extensions.TypeVar(
     '_NodesRetireType',
     grpc.UnaryUnaryMultiCallable[
@@ -491,7 +511,7 @@ _NodesRetireType = typing_extensions.TypeVar(
     ],
 )
 
-class NodesStub(typing.Generic[_NodesRegisterType, _NodesSessionType, _NodesRetireType]):
+class NodesStub(typing.Generic[_NodesRegisterType, _NodesSessionType, _NodesInventoryType, _NodesRetireType]):
     """---------------------------------------------------------------- node clients"""
 
     @typing.overload
@@ -503,6 +523,10 @@ class NodesStub(typing.Generic[_NodesRegisterType, _NodesSessionType, _NodesReti
         grpc.StreamStreamMultiCallable[
             kvpool_proto.pool_pb2.SessionUp,
             kvpool_proto.pool_pb2.SessionDown,
+        ],
+        grpc.StreamUnaryMultiCallable[
+            kvpool_proto.pool_pb2.InventoryChunk,
+            kvpool_proto.pool_pb2.InventoryReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             kvpool_proto.pool_pb2.RetireRequest,
@@ -520,6 +544,10 @@ class NodesStub(typing.Generic[_NodesRegisterType, _NodesSessionType, _NodesReti
             kvpool_proto.pool_pb2.SessionUp,
             kvpool_proto.pool_pb2.SessionDown,
         ],
+        grpc.aio.StreamUnaryMultiCallable[
+            kvpool_proto.pool_pb2.InventoryChunk,
+            kvpool_proto.pool_pb2.InventoryReply,
+        ],
         grpc.aio.UnaryUnaryMultiCallable[
             kvpool_proto.pool_pb2.RetireRequest,
             kvpool_proto.pool_pb2.RetireReply,
@@ -534,6 +562,12 @@ class NodesStub(typing.Generic[_NodesRegisterType, _NodesSessionType, _NodesReti
     is not registered with NODE_UNKNOWN. A session that breaks makes its node suspect at once.
     """
 
+    Inventory: _NodesInventoryType
+    """What a node's segments hold, from their slot headers, in answer to SessionDown.report_inventory. The chunks of one
+    inventory go on one stream, in order; the last one has `end`. Refused (INVENTORY_STALE) as soon as a newer number
+    was asked for.
+    """
+
     Retire: _NodesRetireType
     """The node leaves for good: its blocks are dropped, its segments forgotten."""
 
@@ -545,6 +579,10 @@ NodesAsyncStub: typing_extensions.TypeAlias = NodesStub[
     grpc.aio.StreamStreamMultiCallable[
         kvpool_proto.pool_pb2.SessionUp,
         kvpool_proto.pool_pb2.SessionDown,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        kvpool_proto.pool_pb2.InventoryChunk,
+        kvpool_proto.pool_pb2.InventoryReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         kvpool_proto.pool_pb2.RetireRequest,
@@ -574,6 +612,17 @@ class NodesServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def Inventory(
+        self,
+        request_iterator: _MaybeAsyncIterator[kvpool_proto.pool_pb2.InventoryChunk],
+        context: _ServicerContext,
+    ) -> typing.Union[kvpool_proto.pool_pb2.InventoryReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.InventoryReply]]:
+        """What a node's segments hold, from their slot headers, in answer to SessionDown.report_inventory. The chunks of one
+        inventory go on one stream, in order; the last one has `end`. Refused (INVENTORY_STALE) as soon as a newer number
+        was asked for.
+        """
+
+    @abc.abstractmethod
     def Retire(
         self,
         request: kvpool_proto.pool_pb2.RetireRequest,
@@ -599,6 +648,22 @@ _AdminStatusType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminSetBypassType = typing_extensions.TypeVar(
+    '_AdminSetBypassType',
+    grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.SetBypassRequest,
+        kvpool_proto.pool_pb2.SetBypassReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.SetBypassRequest,
+        kvpool_proto.pool_pb2.SetBypassReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.SetBypassRequest,
+        kvpool_proto.pool_pb2.SetBypassReply,
+    ],
+)
+
 _AdminCheckInvariantsType = typing_extensions.TypeVar(
     '_AdminCheckInvariantsType',
     grpc.UnaryUnaryMultiCallable[
@@ -615,7 +680,7 @@ _AdminCheckInvariantsType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatusType, _AdminCheckInvariantsType]):
+class AdminStub(typing.Generic[_AdminStatusType, _AdminSetBypassType, _AdminCheckInvariantsType]):
     """---------------------------------------------------------------- operators"""
 
     @typing.overload
@@ -623,6 +688,10 @@ class AdminStub(typing.Generic[_AdminStatusType, _AdminCheckInvariantsType]):
         grpc.UnaryUnaryMultiCallable[
             kvpool_proto.pool_pb2.StatusRequest,
             kvpool_proto.pool_pb2.StatusReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.SetBypassRequest,
+            kvpool_proto.pool_pb2.SetBypassReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             kvpool_proto.pool_pb2.CheckInvariantsRequest,
@@ -637,6 +706,10 @@ class AdminStub(typing.Generic[_AdminStatusType, _AdminCheckInvariantsType]):
             kvpool_proto.pool_pb2.StatusReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.SetBypassRequest,
+            kvpool_proto.pool_pb2.SetBypassReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             kvpool_proto.pool_pb2.CheckInvariantsRequest,
             kvpool_proto.pool_pb2.CheckInvariantsReply,
         ],
@@ -645,6 +718,9 @@ class AdminStub(typing.Generic[_AdminStatusType, _AdminCheckInvariantsType]):
     Status: _AdminStatusType
     """What is stored, who holds it, in numbers."""
 
+    SetBypass: _AdminSetBypassType
+    """Turns lookups, loads or stores of all workers off, or on again. Kept over restarts of the Master."""
+
     CheckInvariants: _AdminCheckInvariantsType
     """Cross-checks every index of the directory. Served only with --debug: it stops the world for its time."""
 
@@ -652,6 +728,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvpool_proto.pool_pb2.StatusRequest,
         kvpool_proto.pool_pb2.StatusReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.SetBypassRequest,
+        kvpool_proto.pool_pb2.SetBypassReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         kvpool_proto.pool_pb2.CheckInvariantsRequest,
@@ -669,6 +749,14 @@ class AdminServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvpool_proto.pool_pb2.StatusReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.StatusReply]]:
         """What is stored, who holds it, in numbers."""
+
+    @abc.abstractmethod
+    def SetBypass(
+        self,
+        request: kvpool_proto.pool_pb2.SetBypassRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvpool_proto.pool_pb2.SetBypassReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.SetBypassReply]]:
+        """Turns lookups, loads or stores of all workers off, or on again. Kept over restarts of the Master."""
 
     @abc.abstractmethod
     def CheckInvariants(

@@ -220,7 +220,7 @@ def bench_eviction() -> list[Row]:
         while freed < size // 20:
             start_free = runs.free
             start = time.perf_counter()
-            pool.forest.evict(segment, slot_bytes, start_free + 1000, 1 << 20)
+            pool.evictor.evict(segment, slot_bytes, start_free + 1000, 1 << 20)
             spent += time.perf_counter() - start
             freed += runs.free - start_free
         took[size] = spent / freed * 1e6

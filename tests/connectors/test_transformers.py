@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,6 +214,33 @@ def test_the_next_turn_stores_what_is_new_through_the_real_sdk(model: Any, tmp_p
             again = user.load(PROMPT)
             assert again.tokens == 20
             assert torch.equal(prefill(model, PROMPT, again.cache, 20), expected)
+    finally:
+        double.stop()
+
+
+def test_a_pool_that_is_away_or_switched_off_is_a_miss(model: Any, tmp_path: Path) -> None:
+    double = PoolDouble(tmp_path)
+    try:
+        with double.connect() as pool:
+            user = connector(pool)
+            assert pool.flush(20_000)  # attached
+            cold = DynamicCache(config=model.config)
+            expected = prefill(model, PROMPT, cold)
+            for away, back, reason in (
+                (lambda: double.node.set_bypass(7), lambda: double.node.set_bypass(0), "bypassed"),
+                (double.stop_master, lambda: double.start_master(double.epoch + 1), "unreachable"),
+            ):
+                away()
+                loaded = user.load(PROMPT)
+                assert (loaded.tokens, loaded.reason, user.store(PROMPT, cold).reason) == (0, reason, reason)
+                assert torch.equal(prefill(model, PROMPT, loaded.cache), expected)
+                back()
+            end_s = time.perf_counter() + 20
+            while user.load(PROMPT).reason == "unreachable":
+                assert time.perf_counter() < end_s
+                double.now_ms += 200
+            assert user.store(PROMPT, cold).stored_blocks == 5
+            assert user.load(PROMPT).tokens == 20
     finally:
         double.stop()
 

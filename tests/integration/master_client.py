@@ -29,16 +29,29 @@ SPEC = NamespaceSpec(model="daemon-test", block_tokens=16, part_bytes=4096, dtyp
 
 
 class Node:
-    """A node client's side of the contract, without memory: registers and binds slabs as told."""
+    """A node client's side of the contract, without memory: registers and binds slabs as told.
 
-    def __init__(self, nodes: Any, node_id: str, incarnation: int = 1) -> None:
+    contents: the number of its file. holds: it has something to report. epoch_seen: highest obeyed so far.
+    """
+
+    def __init__(
+        self,
+        nodes: Any,
+        node_id: str,
+        incarnation: int = 1,
+        *,
+        contents: int = 0,
+        holds: bool = False,
+        epoch_seen: int = 0,
+    ) -> None:
         self.node_id = node_id
         self.incarnation = incarnation
         self._nodes = nodes
-        offer = pb.SegmentOffer(index=0, size_bytes=8 * SLAB_BYTES, slab_bytes=SLAB_BYTES, numa_node=-1)
-        self.registered = nodes.Register(
-            pb.RegisterRequest(node_id=node_id, incarnation=incarnation, segments=[offer]), timeout=TIMEOUT_S
+        offer = pb.SegmentOffer(
+            size_bytes=8 * SLAB_BYTES, slab_bytes=SLAB_BYTES, numa_node=-1, contents=contents, holds=holds
         )
+        request = pb.RegisterRequest(node_id=node_id, incarnation=incarnation, segments=[offer], epoch_seen=epoch_seen)
+        self.registered = nodes.Register(request, timeout=TIMEOUT_S)
         self._more: queue.SimpleQueue[pb.SessionUp | None] = queue.SimpleQueue()
         self._more.put(pb.SessionUp(node_id=node_id, incarnation=incarnation))
         self.stream = nodes.Session(iter(self._more.get, None))
@@ -53,6 +66,14 @@ class Node:
             if bound:
                 self.report(slabs_bound=bound)
                 return
+
+    def tell(self, *chunks: pb.InventoryChunk) -> pb.InventoryReply:
+        """Wait to be asked, then send an inventory of these chunks."""
+        number = next(down.report_inventory for down in self.stream if down.report_inventory)
+        for chunk in chunks:
+            chunk.node_id, chunk.incarnation, chunk.number = self.node_id, self.incarnation, number
+            (chunk.segment,) = self.registered.segment_handles
+        return self._nodes.Inventory(iter(chunks), timeout=TIMEOUT_S)
 
     def report(self, **reports: Any) -> None:
         """Send a message up the session."""
@@ -83,6 +104,9 @@ class Client:
     def open(self, spec: NamespaceSpec = SPEC) -> bytes:
         request = pb.OpenNamespaceRequest(spec=spec_to_message(spec))
         return self.pool.OpenNamespace(request, timeout=TIMEOUT_S).namespace_id
+
+    def status(self) -> pb.StatusReply:
+        return self.admin.Status(pb.StatusRequest(), timeout=TIMEOUT_S)
 
     def reserve(self, **changes: Any) -> pb.ReserveReply:
         fields = {"namespace_id": SPEC.id, "reservation_id": os.urandom(16), "parent_kind": pb.PARENT_ROOT}

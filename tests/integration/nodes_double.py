@@ -1,7 +1,7 @@
 """A scripted Master for node clients: takes registrations, keeps sessions, gives the orders that a test wants.
 
-It behaves as nodes_service.py of the Master does: a session says at once which epoch it is, orders follow, and what
-breaks a rule ends in a status with a reason.
+It behaves as nodes_service.py of the Master does: segments keep their handles as long as their contents are known, a
+session says at once which epoch it is, orders follow, and what breaks a rule ends in a status with a reason.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ import grpc
 
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto import pool_pb2_grpc as pb_grpc
-from kvpool_proto.errors import KVPoolError, UnknownNode
+from kvpool_proto.errors import KVPoolError, StaleInventory, UnknownNode
 from kvpool_proto.status import CODES, trailing_metadata
 
 WAIT_S = 20.0
 
 
 class NodesDouble(pb_grpc.NodesServicer):
-    """Serves on `port` (0: any) until stop(). What came in is in `registered`, `heard` and `retired`."""
+    """Serves on `port` (0: any) until stop(). What came in is in `registered`, `heard`, `chunks` and `retired`.
+
+    inventories: those that came to their end, by number. hold_inventories: each waits after its first chunk, until it
+    is not the newest any more or nobody holds it.
+    """
 
     def __init__(self, port: int = 0, epoch: int = 10, heartbeat_ms: int = 20, suspect_ms: int = 5_000) -> None:
         self.epoch = epoch
@@ -34,7 +38,15 @@ class NodesDouble(pb_grpc.NodesServicer):
         self.registered: list[pb.RegisterRequest] = []
         self.heard: list[pb.SessionUp] = []
         self.retired: list[pb.RetireRequest] = []
-        self.nodes: dict[str, tuple[int, list[int]]] = {}
+        self.chunks: list[pb.InventoryChunk] = []
+        self.inventories: dict[int, list[pb.InventoryChunk]] = {}
+        self.hold_inventories = False
+        self.inventory_refusal: KVPoolError | None = None
+        self.tombstones: list[pb.Tombstone] = []
+        self.bypass = pb.Bypass()
+        self.nodes: dict[str, tuple[list[int], list[int]]] = {}
+        """Contents and handles."""
+        self._asked = 0
         self._changed = threading.Condition()
         self._sessions: list[queue.Queue[pb.SessionDown | KVPoolError | None]] = []
         self._server = grpc.server(ThreadPoolExecutor(8))
@@ -64,6 +76,19 @@ class NodesDouble(pb_grpc.NodesServicer):
     def order(self, *orders: pb.BindSlab) -> None:
         self.send(pb.SessionDown(epoch=self.epoch, bind_slabs=orders))
 
+    def ask_inventory(self, number: int) -> None:
+        with self._changed:
+            self._asked = number
+            self._changed.notify_all()
+        self.send(pb.SessionDown(epoch=self.epoch, report_inventory=number))
+
+    def release_inventories(self, refusal: KVPoolError | None = None) -> None:
+        """Let held inventories go on, or end them with a refusal."""
+        with self._changed:
+            self.hold_inventories = False
+            self.inventory_refusal = refusal
+            self._changed.notify_all()
+
     def break_session(self, error: KVPoolError | None = None) -> None:
         self._session().put(error)
 
@@ -89,17 +114,20 @@ class NodesDouble(pb_grpc.NodesServicer):
             self._changed.notify_all()
             if self.refusal is not None:
                 _abort(context, self.refusal)
+            contents = [segment.contents for segment in request.segments]
             known = self.nodes.get(request.node_id)
-            if known is None or known[0] != request.incarnation:
+            if known is None or known[0] != contents:
                 handles = list(range(self.next_handle, self.next_handle + len(request.segments)))
                 self.next_handle += len(handles)
-                known = self.nodes[request.node_id] = (request.incarnation, handles)
+                known = self.nodes[request.node_id] = (contents, handles)
             return pb.RegisterReply(
                 epoch=self.epoch,
                 segment_handles=known[1],
                 heartbeat_ms=self.heartbeat_ms,
                 suspect_ms=self.suspect_ms,
                 retire_ms=60_000,
+                tombstones=self.tombstones,
+                bypass=self.bypass,
             )
 
     def Session(self, messages: Iterator[pb.SessionUp], context: Any) -> Iterator[pb.SessionDown]:
@@ -121,11 +149,27 @@ class NodesDouble(pb_grpc.NodesServicer):
                 _abort(context, said)
             yield said
 
+    def Inventory(self, chunks: Iterator[pb.InventoryChunk], context: Any) -> pb.InventoryReply:
+        came: list[pb.InventoryChunk] = []
+        for chunk in chunks:
+            came.append(chunk)
+            with self._changed:
+                self.chunks.append(chunk)
+                self._changed.notify_all()
+                while self.hold_inventories and self._asked == chunk.number:
+                    assert self._changed.wait(WAIT_S)
+                if self.inventory_refusal is not None:
+                    _abort(context, self.inventory_refusal)
+                if self._asked != chunk.number:
+                    _abort(context, StaleInventory(f"{self._asked} is wanted, not {chunk.number}"))
+                if chunk.HasField("end"):
+                    self.inventories[chunk.number] = came
+        return pb.InventoryReply(blocks_taken=1)
+
     def Retire(self, request: pb.RetireRequest, context: Any) -> pb.RetireReply:
         with self._changed:
             self.retired.append(request)
-            if self.nodes.get(request.node_id, (0, []))[0] == request.incarnation:
-                del self.nodes[request.node_id]
+            self.nodes.pop(request.node_id, None)
             self._changed.notify_all()
         return pb.RetireReply()
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -76,10 +77,16 @@ class DaemonProcess:
 
 
 class MasterProcess(DaemonProcess):
-    """grpc_port and epoch are known when the constructor returns. port: 0 for any."""
+    """grpc_port and epoch are known when the constructor returns. port: 0 for any.
 
-    def __init__(self, *flags: str, port: int = 0) -> None:
-        super().__init__("kvpool_master", "--debug", "--listen", f"127.0.0.1:{port}", *flags)
+    state_dir: that of a former Master to be its next life; without one it has its own, which goes with it.
+    """
+
+    def __init__(self, *flags: str, port: int = 0, state_dir: Path | None = None) -> None:
+        self._own = tempfile.TemporaryDirectory(prefix="kvpool-master-") if state_dir is None else None
+        self.state_dir = Path(self._own.name) if self._own is not None else state_dir
+        where = ("--listen", f"127.0.0.1:{port}", "--state-dir", str(self.state_dir))
+        super().__init__("kvpool_master", "--debug", *where, *flags)
         ready = self.event("ready")
         self.grpc_port = int(ready["grpc_port"])
         self.epoch = int(ready["epoch"])
@@ -87,6 +94,12 @@ class MasterProcess(DaemonProcess):
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.grpc_port}"
+
+    def _ended(self) -> int:
+        code = super()._ended()
+        if self._own is not None:
+            self._own.cleanup()
+        return code
 
 
 class NodeProcess(DaemonProcess):

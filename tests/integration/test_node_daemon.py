@@ -11,7 +11,7 @@ import pytest
 
 from integration.node_world import SLAB, SLOT, Make, bound, get, until
 from integration.nodes_double import WAIT_S, NodesDouble
-from kvpool_client.clock import SYSTEM
+from kvpool_client.clock import SYSTEM, Clock
 from kvpool_client.config import NodeConfig
 from kvpool_client.daemon import Interrupted, NodeDaemon
 from kvpool_client.local_socket import LocalClient
@@ -24,11 +24,13 @@ from kvpool_proto.errors import BadSegment, NodeIdTaken, StaleIncarnation, Unkno
 # -- life ----------------------------------------------------------------------------------------------
 
 
-def test_offers_its_segments_beats_and_leaves_nothing_behind(
+def test_offers_its_segments_beats_and_keeps_them_at_the_end(
     make_daemon: Make, nodes_double: NodesDouble, node_config: NodeConfig
 ) -> None:
     daemon = make_daemon()
     (request,) = nodes_double.registered
+    assert (request.epoch_seen, [s.holds for s in request.segments]) == (0, [False, False])
+    assert len({s.contents for s in request.segments} - {0}) == 2
     assert request.node_id == "n1"
     assert [(s.index, s.size_bytes, s.slab_bytes, s.numa_node) for s in request.segments] == [
         (0, 2 * SLAB, SLAB, -1),
@@ -39,9 +41,19 @@ def test_offers_its_segments_beats_and_leaves_nothing_behind(
     assert len(list(Path(node_config.segment_dir).iterdir())) == 2
     daemon.stop()
     daemon.stop()
+    assert not nodes_double.retired
+    assert len(list(Path(node_config.segment_dir).iterdir())) == 2
+    assert not Path(node_config.socket_path).exists()
+
+
+def test_discarding_leaves_nothing_behind(
+    make_daemon: Make, nodes_double: NodesDouble, node_config: NodeConfig
+) -> None:
+    daemon = make_daemon(discard=True)
+    daemon.stop()
+    (request,) = nodes_double.registered
     assert [(r.node_id, r.incarnation) for r in nodes_double.retired] == [("n1", request.incarnation)]
     assert not list(Path(node_config.segment_dir).iterdir())
-    assert not Path(node_config.socket_path).exists()
 
 
 def test_starts_without_a_master_and_finds_it_later(
@@ -88,6 +100,61 @@ def test_a_start_that_fails_leaves_nothing_behind(
         make_daemon()
     assert not list(Path(node_config.segment_dir).iterdir())
     assert not Path(node_config.socket_path).exists()
+
+
+def test_a_start_that_fails_keeps_what_was_there(
+    make_daemon: Make, node_config: NodeConfig, nodes_double: NodesDouble
+) -> None:
+    make_daemon().stop()
+    nodes_double.refusal = BadSegment("not today")
+    with pytest.raises(StartError, match="not today"):
+        make_daemon(discard=True)
+    assert len(list(Path(node_config.segment_dir).iterdir())) == 2
+    assert not nodes_double.retired
+
+
+def test_a_life_is_newer_than_the_former_one_whatever_the_clock_says(
+    make_daemon: Make, node_config: NodeConfig, nodes_double: NodesDouble
+) -> None:
+    make_daemon().stop()
+    daemon = NodeDaemon(node_config, Log("info", False, SYSTEM, io.StringIO()), Clock(wall_s=lambda: 5.0))
+    daemon.start()
+    former, again = nodes_double.registered
+    assert again.incarnation == former.incarnation + 1
+    assert [s.contents for s in again.segments] == [s.contents for s in former.segments]
+    assert {segment.superblock.incarnation for segment in daemon.node.segments} == {again.incarnation}
+    daemon.stop()
+
+
+def test_only_what_is_missing_needs_room_and_what_is_too_much_goes(
+    make_daemon: Make, node_config: NodeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr("kvpool_client.daemon.check_room", lambda needed_bytes, room: needed.append(needed_bytes))
+    make_daemon().stop()
+    make_daemon(segments=1, segment_bytes=2 * SLAB).stop()
+    assert [path.name for path in Path(node_config.segment_dir).iterdir()] == ["kvpool-n1-0.seg"]
+    make_daemon()
+    assert needed[1] == 0
+    assert 0 < needed[2] < needed[0]
+
+
+def test_what_is_not_sound_is_dropped_and_counted(
+    make_daemon: Make, nodes_double: NodesDouble, node_config: NodeConfig
+) -> None:
+    daemon = make_daemon()
+    nodes_double.order(*(pb.BindSlab(segment=101, slab=slab, slot_bytes=SLOT) for slab in range(2)))
+    nodes_double.wait(lambda: len(bound(nodes_double)) == 2)
+    daemon.node.segments[1].table(0)["stamp"][2:4] = 5  # headers that nobody wrote
+    daemon.stop()
+    (Path(node_config.segment_dir) / "kvpool-n1-0.seg").write_bytes(b"nothing")
+    again = make_daemon()
+    text = get(again.http_port, "/metrics")[1]
+    for name, dropped in (("files", 1), ("slabs", 0), ("slots", 2)):
+        assert f"kvpool_client_{name}_dropped_total {dropped}.0" in text
+    former, registered = nodes_double.registered
+    assert not {s.contents for s in former.segments} & {s.contents for s in registered.segments}
+    assert [s.holds for s in registered.segments] == [False, True]
 
 
 def test_a_signal_while_starting_ends_the_start(node_config: NodeConfig, nodes_double: NodesDouble) -> None:
@@ -150,7 +217,10 @@ def test_a_broken_session_keeps_the_contents(
     nodes_double.wait(lambda: bound(nodes_double))
     nodes_double.break_session()
     nodes_double.wait(lambda: len(nodes_double.registered) == 2)
-    assert nodes_double.registered[0] == nodes_double.registered[1]
+    first, again = nodes_double.registered
+    assert again.incarnation == first.incarnation
+    assert [s.contents for s in again.segments] == [s.contents for s in first.segments]
+    assert ([s.holds for s in again.segments], again.epoch_seen) == ([True, False], 10)
     assert node_daemon.registration.serving.wait(WAIT_S)
     assert welcome.segments[0].slab_record(0).slot_bytes == SLOT
     for segment in welcome.segments:
@@ -158,7 +228,7 @@ def test_a_broken_session_keeps_the_contents(
 
 
 @pytest.mark.parametrize("how", ["retired", "unknown", "forgotten"])
-def test_a_master_that_forgot_us_gets_a_new_incarnation_and_empty_segments(
+def test_a_master_that_forgot_us_is_offered_the_same_contents(
     node_daemon: NodeDaemon, nodes_double: NodesDouble, local_client: LocalClient, how: str
 ) -> None:
     welcome = local_client.hello("w")
@@ -170,19 +240,20 @@ def test_a_master_that_forgot_us_gets_a_new_incarnation_and_empty_segments(
         nodes_double.send(pb.SessionDown(epoch=10, retired=True))
     else:
         nodes_double.break_session(UnknownNode("n1") if how == "unknown" else None)
-    until(
-        lambda: node_daemon.node.incarnation > welcome.incarnation and node_daemon.registration.state is State.SERVING
-    )
-    assert segment.slab_record(0).slot_bytes == 0
-    assert segment.superblock.incarnation == node_daemon.node.incarnation
-    again = local_client.hello("w")
-    assert again.incarnation == node_daemon.node.incarnation
-    assert again.segments[0].handle > segment.handle
-    for mapped in (*welcome.segments, *again.segments):
+    until(lambda: node_daemon.node.handles == (102, 103) and node_daemon.registration.state is State.SERVING)
+    first, again = nodes_double.registered
+    assert again.incarnation == first.incarnation
+    assert [s.contents for s in again.segments] == [s.contents for s in first.segments]
+    assert [s.holds for s in again.segments] == [True, False]
+    assert again.epoch_seen == 10
+    assert segment.slab_record(0).slot_bytes == SLOT
+    welcomed = local_client.hello("w")
+    assert (welcomed.incarnation, [s.handle for s in welcomed.segments]) == (welcome.incarnation, [102, 103])
+    for mapped in (*welcome.segments, *welcomed.segments):
         mapped.close()
 
 
-def test_another_life_of_the_master_is_obeyed_and_starts_empty(
+def test_another_life_of_the_master_is_obeyed_and_a_former_one_is_not(
     node_daemon: NodeDaemon, nodes_double: NodesDouble, local_client: LocalClient
 ) -> None:
     welcome = local_client.hello("w")
@@ -193,21 +264,40 @@ def test_another_life_of_the_master_is_obeyed_and_starts_empty(
     nodes_double.stop()
     until(lambda: node_daemon.registration.state is State.JOINING)
     second = NodesDouble(port=nodes_double.port, epoch=11)
-    second.wait(lambda: len(second.registered) == 2)
+    second.wait(lambda: second.registered)
     assert node_daemon.registration.serving.wait(WAIT_S)
-    assert [r.incarnation for r in second.retired] == [welcome.incarnation]
+    assert second.registered[0].incarnation == welcome.incarnation
+    assert not second.retired
     assert segment.epoch() == 11
-    assert segment.slab_record(0).slot_bytes == 0
+    assert segment.slab_record(0).slot_bytes == SLOT
     second.stop()
     until(lambda: node_daemon.registration.state is State.JOINING)
     third = NodesDouble(port=nodes_double.port, epoch=9)
     third.wait(lambda: len(third.registered) >= 2)
+    assert third.registered[0].epoch_seen == 11
     assert segment.epoch() == 11
     assert node_daemon.registration.state is State.JOINING
     node_daemon.stop()
     third.stop()
     for mapped in welcome.segments:
         mapped.close()
+
+
+def test_no_worker_comes_in_between_two_epochs(
+    node_daemon: NodeDaemon, nodes_double: NodesDouble, local_client: LocalClient
+) -> None:
+    nodes_double.refusal = NodeIdTaken("wait")
+    nodes_double.send(pb.SessionDown(epoch=11))
+    nodes_double.wait(lambda: len(nodes_double.registered) >= 2)
+    assert node_daemon.node.epoch == 11
+    with pytest.raises(Unreachable, match="not registered"):
+        local_client.hello("w")
+    nodes_double.epoch, nodes_double.refusal = 11, None
+    assert node_daemon.registration.serving.wait(WAIT_S)
+    welcome = local_client.hello("w")
+    assert welcome.epoch == 11
+    for segment in welcome.segments:
+        segment.close()
 
 
 def test_a_silent_master_is_asked_before_it_is_given_up(make_daemon: Make) -> None:

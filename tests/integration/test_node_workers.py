@@ -6,17 +6,13 @@ import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-import xxhash
 
-from integration.node_world import SLAB, SLOT, Make, bound, gone
+from integration.node_world import SLAB, SLOT, Make, bound, gone, store
 from integration.nodes_double import NodesDouble
 from kvpool_client.config import NodeConfig
 from kvpool_client.daemon import NodeDaemon
-from kvpool_client.headers import COMMITTED, slot_checks
 from kvpool_client.local_socket import FRAME_BYTES_MAX, LocalClient
-from kvpool_client.segment import AttachedSegment
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import LimitReached, MessageTooLarge, ProtocolError, UnknownSegment, Unreachable
 from kvpool_proto.geometry import slots_per_slab
@@ -110,16 +106,6 @@ def test_ids_are_unique(local_client: LocalClient) -> None:
     for welcome in welcomes:
         for segment in welcome.segments:
             segment.close()
-
-
-def store(segment: AttachedSegment, slot: int, payload: bytes) -> pb.BadBlock:
-    segment.slots(slot, 1, SLOT)[0, : len(payload)] = np.frombuffer(payload, dtype=np.uint8)
-    header = segment.headers(slot, 1, SLOT)
-    header["state"], header["key_bytes"], header["stamp"], header["length_bytes"] = COMMITTED, 8, 77, len(payload)
-    header["namespace"], header["key"] = np.void(b"n" * 16), np.void(b"keykey00".ljust(32, b"\0"))
-    header["checksum"] = xxhash.xxh3_64_intdigest(payload)
-    header["check"] = slot_checks(header, slot, segment.generation(segment.slab_of(slot, SLOT)), SLOT)
-    return pb.BadBlock(namespace_id=b"n" * 16, chain=b"before00keykey00", stamp=77)
 
 
 def test_only_really_bad_blocks_are_reported(

@@ -111,10 +111,10 @@ class Judge:
         except KVPoolError as error:
             answer = error
             self.log[-1] += f" raised {type(error).__name__}: {error}"
-        self.core.check_invariants()
+        effects = getattr(answer, "effects", ())
+        membership.clear(self, effects)
         self.snapshot = self.core.snapshot(self.now_ms)
         self.model.doubt(self.now_ms)
-        effects = getattr(answer, "effects", ())
         membership.observe(self, command, answer, [effect for effect in effects if isinstance(effect, Retire)])
         judge = _JUDGES[type(command)]
         binds = [effect for effect in effects if isinstance(effect, BindSlab)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvpool_master.core.messages import (
+    ClearSlots,
     Command,
+    Effect,
     Heartbeat,
     Outcome,
     Register,
@@ -15,6 +17,7 @@ from kvpool_master.core.messages import (
     RetireNode,
     SessionLost,
     SlabBound,
+    SlotsCleared,
     Tick,
 )
 from kvpool_proto.errors import KVPoolError, NodeIdTaken, StaleIncarnation, UnknownNode, UnknownSegment
@@ -50,6 +53,15 @@ def observe(judge: Judge, command: Command, answer: Answer, retired: list[Retire
             assert node.lost or silent_ms >= settings.suspect_ms, f"{name} is suspect too early"
     for effect in retired:
         assert effect.node not in model.nodes or model.nodes[effect.node].incarnation > effect.incarnation
+
+
+def clear(judge: Judge, effects: Iterable[Effect]) -> None:
+    """The nodes clear headers at once, also those that are away. The pool is cross-checked before and after."""
+    judge.core.check_invariants()
+    for effect in effects:
+        if isinstance(effect, ClearSlots):
+            judge.core.apply(SlotsCleared(effect.node, 1, effect.order), judge.now_ms)
+            judge.core.check_invariants()
 
 
 def _drop(judge: Judge, name: str, node: Node) -> None:

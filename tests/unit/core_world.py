@@ -49,6 +49,9 @@ class World:
     ) -> None:
         self.pool = Pool(Settings(**{**QUICK, "bind_ahead_permille": 1000, **settings}), epoch)
         self.now = 0
+        self.uncleared: list[m.ClearSlots] = []
+        self.clears = True
+        """Whether nodes carry out ClearSlots at once."""
         self.slab_bytes = slab_bytes_for(slots, PART_BYTES)
         self.slabs = slabs
         self.parts = parts
@@ -80,7 +83,20 @@ class World:
             if isinstance(effect, m.BindSlab):
                 incarnation = self.pool.liveness.nodes[effect.node].incarnation
                 self.do(m.SlabBound(effect.node, incarnation, effect.segment, effect.slab, effect.slot_bytes))
+            if isinstance(effect, m.ClearSlots):
+                self.uncleared.append(effect)
+        if self.clears:
+            self.clear()
         return outcome
+
+    def clear(self) -> None:
+        """The nodes clear all headers that they were told to."""
+        for order in self.uncleared:
+            node = self.pool.liveness.nodes.get(order.node)
+            if node is not None:
+                self.pool.apply(m.SlotsCleared(order.node, node.incarnation, order.order), self.now)
+        self.uncleared.clear()
+        self.pool.check_invariants()
 
     def tick(self, after_ms: int = 0) -> m.Done:
         """Let time do its work."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,6 +27,8 @@ from kvpool_proto.status import from_rpc_error
 
 EPOCH = 7
 SCENE_S = 30.0
+CLOCK = Clock(SYSTEM.now_ms, SYSTEM.precise_s, lambda: float(EPOCH))
+"""The machine's, on the 1st of January 1970: the first epoch is EPOCH."""
 
 
 def picture(**changes: Any) -> Snapshot:
@@ -49,6 +53,8 @@ class ScriptedCore:
         self.answers = answers or {}
         self.commands: list[Command] = []
         self.picture = picture()
+        self.reserved_anything = False
+        self.grace_ms = 0
 
     def apply(self, command: Command, now_ms: int) -> Any:
         if not isinstance(command, Tick):
@@ -57,6 +63,9 @@ class ScriptedCore:
         if isinstance(answer, Exception):
             raise answer
         return answer(command) if callable(answer) else answer
+
+    def grace_left_ms(self, now_ms: int) -> int:
+        return self.grace_ms
 
     def snapshot(self, now_ms: int) -> Snapshot:
         return self.picture
@@ -78,19 +87,23 @@ class Calls:
 
 
 @asynccontextmanager
-async def serving(core: ScriptedCore, **changes: Any) -> AsyncIterator[Calls]:
-    """A Master around `core` with `changes` to its configuration, and a client of it."""
-    config = replace(MasterConfig(listen="127.0.0.1:0", http="127.0.0.1:0", drain_ms=1_000), **changes)
-    text = io.StringIO()
-    clock = Clock(SYSTEM.now_ms, SYSTEM.precise_s, lambda: float(EPOCH))
-    log = Log("debug", True, clock, text)
-    server = MasterServer(config, log=log, clock=clock, make_core=lambda settings, epoch: core)
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-            yield Calls(server, text, channel)
-    finally:
-        await server.stop()
+async def serving(core: Any, clock: Clock = CLOCK, **changes: Any) -> AsyncIterator[Calls]:
+    """A Master around `core`, or around what a function makes as Pool is made, with `changes` to its configuration.
+
+    Its state directory is its own unless one is given.
+    """
+    with tempfile.TemporaryDirectory() as state_dir:
+        config = MasterConfig(listen="127.0.0.1:0", http="127.0.0.1:0", drain_ms=1_000, state_dir=state_dir)
+        text = io.StringIO()
+        make_core = core if callable(core) else lambda *_: core
+        log = Log("debug", True, clock, text)
+        server = MasterServer(replace(config, **changes), log=log, clock=clock, make_core=make_core)
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+                yield Calls(server, text, channel)
+        finally:
+            await server.stop()
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
@@ -108,3 +121,11 @@ async def refused(call: Any) -> KVPoolError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return from_rpc_error(caught.value)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for an event on the loop, with a deadline."""
+    deadline = time.monotonic() + SCENE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0)

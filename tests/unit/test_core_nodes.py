@@ -37,7 +37,7 @@ def test_a_silent_node_is_suspect_then_retired() -> None:
     assert world.hit(chain("abc")) == 3
     world.tick(after_ms=5_000)
     outcome = world.tick(after_ms=25_000)
-    assert outcome.effects == (m.Retire("n", 1),)
+    assert outcome.effects == (m.Retire("n", 1), m.Remember(node_gone="n"))
     assert world.peek(chain("abc"), explain=True).reason is Reason.UNKNOWN_KEY
     assert world.peek(chain("abc"), explain=True).gone == m.Gone(m.GoneReason.NODE_RETIRED, 0, 34_999 + 1)
 

@@ -163,7 +163,7 @@ def test_slabs_move_to_the_slot_size_that_needs_them() -> None:
     world.put(chain(range(16)))
     world.put(chain(range(100, 116)))
     large = world.do(m.OpenNamespace(spec("large", 65536)))
-    assert large.effects == (), "both slabs are in use"
+    assert large.effects == (m.Remember(namespace=spec("large", 65536)),), "both slabs are in use"
     world.do(m.Remove(world.namespace, chain(range(100, 116)), 0))
     reserve = m.Reserve(large.namespace, b"1" * 16, m.Parent.ROOT, chain("ab"), 0, 1)
     assert world.do(reserve).reason is Reason.SLAB_PENDING, "an empty slab is being bound"
@@ -222,3 +222,27 @@ def test_namespaces() -> None:
     with pytest.raises(UnknownNamespace):
         world.do(m.Purge(bytes(16)))
     assert world.do(m.OpenNamespace(spec("m", 16384, tenant="else"))).namespace != world.namespace
+
+
+def test_removed_blocks_come_back_neither_from_their_slots_nor_to_them_before_the_node_has_cleared() -> None:
+    world = World(slots=4)
+    world.put(chain("abcd"))
+    world.clears = False
+    removed = world.do(m.Remove(world.namespace, chain("abcd"), 2))
+    (order,) = world.uncleared
+    assert removed.nodes_away == ()
+    assert [run[:2] for run in order.runs] == [(2, 2)]
+    assert world.reserve("r", chain("xy")).answered == 2, "by eviction of a and b"
+    assert world.used_slots == 4
+    world.do(m.SessionLost("n", 1))
+    answer = world.do(m.Register("n", 1, (m.SegmentOffer(0, world.slab_bytes, world.slab_bytes),)))
+    assert order in answer.effects
+    world.clear()
+    assert world.used_slots == 2
+
+
+def test_a_removal_names_the_nodes_that_are_away() -> None:
+    world = World()
+    world.put(chain("abcd"))
+    world.do(m.SessionLost("n", 1))
+    assert world.do(m.Remove(world.namespace, chain("abcd"), 2)).nodes_away == ("n",)

@@ -1,4 +1,4 @@
-"""master_client.py: the breaker alone, and calls to a Master that answers, refuses, hangs or is not there."""
+"""master_client.py: calls to a Master that answers, refuses, hangs or is not there."""
 
 from __future__ import annotations
 
@@ -11,41 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
+from kvpool_client.breaker import BACKOFF_FIRST_MS
 from kvpool_client.clock import SYSTEM, Clock
-from kvpool_client.master_client import BACKOFF_FIRST_MS, BACKOFF_MAX_MS, Breaker, MasterClient
+from kvpool_client.master_client import MasterClient
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto import pool_pb2_grpc as pb_grpc
-from kvpool_proto.errors import DeadlinePassed, UnknownLease, Unreachable
-from kvpool_proto.status import CODES, trailing_metadata
-
-
-def test_breaker_opens_probes_and_closes() -> None:
-    breaker = Breaker()
-    assert not breaker.take_probe(0)
-    breaker.silent(1_000, 0.5, probe=False)
-    assert breaker.open
-    assert not breaker.take_probe(1_000 + BACKOFF_FIRST_MS - 1)
-    assert breaker.take_probe(1_000 + BACKOFF_FIRST_MS)
-    assert not breaker.take_probe(1 << 40)  # one at a time
-    breaker.silent(2_000, 0.5, probe=False)  # a call from before: the probe stands
-    assert not breaker.take_probe(1 << 40)
-    breaker.silent(3_000, 0.5, probe=True)
-    assert not breaker.take_probe(3_000 + 2 * BACKOFF_FIRST_MS - 1)
-    assert breaker.take_probe(3_000 + 2 * BACKOFF_FIRST_MS)
-    breaker.answered()
-    assert not breaker.open
-
-
-def test_breaker_backs_off_within_bounds_and_spreads() -> None:
-    breaker, now_ms = Breaker(), 0
-    for _ in range(20):
-        breaker.silent(now_ms, 0.999, probe=True)
-        assert not breaker.take_probe(now_ms + BACKOFF_FIRST_MS // 2)
-        now_ms += 2 * BACKOFF_MAX_MS
-        assert breaker.take_probe(now_ms)
-    breaker.answered()
-    breaker.silent(now_ms, 0.0, probe=False)
-    assert breaker.take_probe(now_ms + BACKOFF_FIRST_MS // 2)
+from kvpool_proto.errors import DeadlinePassed, ProtocolError, UnknownLease, Unreachable
+from kvpool_proto.status import CODES, DETAILS_KEY, trailing_metadata
 
 
 class Scripted:
@@ -65,6 +37,9 @@ class Scripted:
     def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewReply:
         self.renewed.append(request)
         self.go.wait(30)
+        if request.lease_id == b"garbage":
+            context.set_trailing_metadata(((DETAILS_KEY, b"\xff"),))
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not ours")
         if request.lease_id == b"unknown":
             error = UnknownLease("no such lease")
             context.set_trailing_metadata(trailing_metadata(error))
@@ -95,6 +70,9 @@ def test_answers_and_refusals(master: Scripted) -> None:
     with pytest.raises(UnknownLease, match="no such lease"):
         renew(client, lease_id=b"unknown")
     assert renew(client) == 7  # a refusal is an answer
+    with pytest.raises(ProtocolError):
+        renew(client, lease_id=b"garbage")
+    assert (renew(client), client.breaks) == (7, 0)
     with pytest.raises(DeadlinePassed):
         renew(client, timeout_ms=0)
     assert renew(client) == 7
@@ -137,6 +115,7 @@ def test_a_master_that_hangs_costs_one_deadline_and_is_found_again(master: Scrip
             break
         except Unreachable:
             assert time.perf_counter() < end_s
+    assert client.breaks == 2
     client.close()
 
 

@@ -78,6 +78,8 @@ def test_switches_have_both_words() -> None:
         (["--listen", "somewhere"], {}, ["listen", "host:port"]),
         (["--http", "127.0.0.1:70000"], {}, ["http", "65535"]),
         (["--tick-ms", "0"], {}, ["tick_ms = 0"]),
+        (["--tick-ms", "2s"], {}, ["tick_ms = 2000", "core.stall_ms = 2000"]),
+        (["--state-dir", ""], {}, ["state_dir is empty"]),
         (["--message-bytes-max", "3GiB"], {}, ["message_bytes_max", "2147483647"]),
         (["--log-level", "loud"], {}, ["log_level", "debug"]),
         (["--core-lease-min-ms", "10m"], {}, ["core.", "lease_min_ms", "lease_max_ms"]),

@@ -32,18 +32,19 @@ def full() -> Snapshot:
         stored_blocks=5,
         gone_blocks={GoneReason.EVICTED: 6},
     )
-    pool = PoolCounters(leases_granted=9, evict_blocked={"leased": 2})
+    pool = PoolCounters(leases_granted=9, evict_blocked={"leased": 2}, recovered_blocks=21, inventories_failed=22)
     pool.evicted(4, 4_000)
     pool.evicted(2, 90_000_000)
-    segment = SegmentSnapshot(3, 1, 1 << 20, 4096, 100, 200, 50, 16, 2)
+    segment = SegmentSnapshot(3, 1, 1 << 20, 4096, 100, 200, 50, 30, True, 16, 2)
     return picture(
         namespaces=(NamespaceSnapshot(SPEC.id, SPEC, 5, 20_480, 2, asked),),
-        nodes=(NodeSnapshot("a", 4, "up", "", 12, (segment,)),),
+        nodes=(NodeSnapshot("a", 4, "up", "", 12, "waiting", (segment,)),),
         leases=1,
         reservations=2,
         ring_blocks=3,
         directory_bytes=99,
         counters=pool,
+        ready=False,
     )
 
 
@@ -54,6 +55,8 @@ def scraped(snapshot: Snapshot, times: RpcTimes | None = None) -> bytes:
         late=Histogram((1.0,)),
         failed_ticks=lambda: 0,
         sessions=lambda: 1,
+        state_writes=Histogram((1.0,)),
+        bypass=lambda: 5,
         version="1.2",
     )
     return exposition(registry_of(collector))
@@ -87,6 +90,16 @@ def test_values_and_labels() -> None:
         ("kvpool_master_segment_bytes", ("a", "1")): 1 << 20,
         ("kvpool_master_segment_reserved_bytes", ("a", "1")): 50,
         ("kvpool_master_segment_deferred_bytes", ("a", "1")): 200,
+        ("kvpool_master_segment_unclaimed_bytes", ("a", "1")): 30,
+        ("kvpool_master_segment_closed_state", ("a", "1")): 1,
+        ("kvpool_master_inventories_live", ("waiting",)): 1,
+        ("kvpool_master_inventories_live", ("failed",)): 0,
+        ("kvpool_master_inventories_failed_total", ()): 22,
+        ("kvpool_master_recovered_blocks_total", ()): 21,
+        ("kvpool_master_ready_state", ()): 0,
+        ("kvpool_master_bypass_state", ("lookups",)): 1,
+        ("kvpool_master_bypass_state", ("loads",)): 0,
+        ("kvpool_master_bypass_state", ("stores",)): 1,
         ("kvpool_master_leases_granted_total", ()): 9,
         ("kvpool_master_leases_live", ()): 1,
         ("kvpool_master_reservations_live", ()): 2,

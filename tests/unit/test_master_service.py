@@ -199,7 +199,8 @@ def test_a_request_past_its_deadline_is_dropped_undone() -> None:
         async with serving(ScriptedCore()) as calls:
             guard = Guard(calls.server.shell.clock, calls.server.log, calls.server.rpc_times)
             handler = guard.service(
-                pb.DESCRIPTOR.services_by_name["Admin"], _Functions(Status=done.append, CheckInvariants=done.append)
+                pb.DESCRIPTOR.services_by_name["Admin"],
+                _Functions(Status=done.append, CheckInvariants=done.append, SetBypass=done.append),
             )
             with pytest.raises(ConnectionAbortedError, match="DEADLINE_EXCEEDED"):
                 await handler.Status(pb.StatusRequest(), Late())
@@ -218,7 +219,7 @@ def test_a_service_that_lacks_a_method_is_noticed_at_start() -> None:
         async with serving(ScriptedCore()) as calls:
             guard = Guard(calls.server.shell.clock, calls.server.log, calls.server.rpc_times)
             with pytest.raises(AttributeError, match="CheckInvariants"):
-                guard.service(pb.DESCRIPTOR.services_by_name["Admin"], _Functions(Status=repr))
+                guard.service(pb.DESCRIPTOR.services_by_name["Admin"], _Functions(Status=repr, SetBypass=repr))
 
     play(scene)
 
@@ -271,13 +272,15 @@ def test_check_invariants_needs_the_debug_flag() -> None:
 
 
 def test_status() -> None:
-    segment = SegmentSnapshot(3, 0, 1 << 20, 4096, 100, 0, 50, 16, 2)
+    segment = SegmentSnapshot(3, 0, 1 << 20, 4096, 100, 0, 50, 0, False, 16, 2)
     core = ScriptedCore()
     core.picture = picture(
         namespaces=(NamespaceSnapshot(SPEC.id, SPEC, 5, 20_480, 2, NamespaceCounters()),),
-        nodes=(NodeSnapshot("a", 4, "suspect", "session lost", 12, (segment,)),),
+        nodes=(NodeSnapshot("a", 4, "suspect", "session lost", 12, "arriving", (segment,)),),
         leases=6,
         reservations=7,
+        ready=False,
+        recovery="1 inventories arriving",
     )
 
     async def scene() -> None:
@@ -288,7 +291,9 @@ def test_status() -> None:
         assert (held.namespace_id, held.spec, held.blocks) == (SPEC.id, spec_to_message(SPEC), 5)
         assert (held.stored_bytes, held.spans) == (20_480, 2)
         assert (node.node_id, node.incarnation, node.state, node.state_reason) == ("a", 4, "suspect", "session lost")
-        assert node.heartbeat_age_ms == 12
+        assert (node.heartbeat_age_ms, node.inventory) == (12, "arriving")
+        assert (status.ready, status.recovery) == (False, "1 inventories arriving")
+        assert status.bypass == pb.Bypass()
         assert node.segments[0] == pb.SegmentStatus(
             handle=3, index=0, size_bytes=1 << 20, used_bytes=4096, quarantined_bytes=100, slabs=16, slabs_bound=2
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.convert import spec_to_message
 from kvpool_proto.errors import StaleIncarnation, UnknownLease, UnknownNode
 from kvpool_proto.namespace import NamespaceSpec
-from unit.master_double import EPOCH, ScriptedCore, play, refused, serving
+from unit.master_double import EPOCH, ScriptedCore, play, refused, serving, until
 
 SPEC = NamespaceSpec(model="m", block_tokens=16, part_bytes=4096, dtype="float16")
 ID = b"i" * 16
@@ -25,8 +24,8 @@ CHAIN = b"k" * 48
 
 
 def register(incarnation: int) -> pb.RegisterRequest:
-    offer = pb.SegmentOffer(index=0, size_bytes=1 << 20, slab_bytes=1 << 16, numa_node=-1)
-    return pb.RegisterRequest(node_id="a", incarnation=incarnation, segments=[offer])
+    offer = pb.SegmentOffer(index=0, size_bytes=1 << 20, slab_bytes=1 << 16, numa_node=-1, contents=1 << 63, holds=True)
+    return pb.RegisterRequest(node_id="a", incarnation=incarnation, segments=[offer], epoch_seen=EPOCH - 1)
 
 
 def up(incarnation: int = 1, **reports: Any) -> pb.SessionUp:
@@ -39,32 +38,32 @@ async def opened(calls: Any, incarnation: int = 1) -> tuple[Any, pb.SessionDown]
     return stream, await stream.read()
 
 
-async def until(condition: Any) -> None:
-    """Wait for an event on the loop, with a deadline."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0)
-
-
 def binds(down: pb.SessionDown) -> list[tuple[int, int, int]]:
     return [(bind.segment, bind.slab, bind.slot_bytes) for bind in down.bind_slabs]
 
 
 def test_registration_and_what_a_session_reports() -> None:
-    core = ScriptedCore({m.Register: m.Registered((8,))})
+    core = ScriptedCore({m.Register: m.Registered((8,), (), ((ID, 6),))})
 
     async def scene() -> None:
         async with serving(core) as calls:
             reply = await calls.nodes.Register(register(1))
             assert reply == pb.RegisterReply(
-                epoch=EPOCH, segment_handles=[8], heartbeat_ms=1_000, suspect_ms=5_000, retire_ms=60_000
+                epoch=EPOCH,
+                segment_handles=[8],
+                heartbeat_ms=1_000,
+                suspect_ms=5_000,
+                retire_ms=60_000,
+                tombstones=[pb.Tombstone(namespace_id=ID, stamp=6)],
+                bypass=pb.Bypass(),
             )
             stream, hello = await opened(calls)
             assert hello == pb.SessionDown(epoch=EPOCH)
             bound = pb.SlabBound(segment=8, slab=2, slot_bytes=4096, generation=1)
             bad = pb.BadBlock(namespace_id=ID, chain=CHAIN, stamp=5)
-            await stream.write(up(slabs_bound=[bound], workers_gone=[3], bad_blocks=[bad]))
+            # The answer to an order of a former epoch means nothing.
+            cleared = [EPOCH << 32 | 4, (EPOCH - 1) << 32 | 5]
+            await stream.write(up(slabs_bound=[bound], workers_gone=[3], bad_blocks=[bad], cleared=cleared))
             await stream.done_writing()
             assert await stream.read() is grpc.aio.EOF
             await until(lambda: isinstance(core.commands[-1], m.SessionLost))
@@ -72,11 +71,12 @@ def test_registration_and_what_a_session_reports() -> None:
 
     play(scene)
     assert core.commands == [
-        m.Register("a", 1, (m.SegmentOffer(0, 1 << 20, 1 << 16, -1),)),
+        m.Register("a", 1, (m.SegmentOffer(0, 1 << 20, 1 << 16, -1, 1 << 63, True),), EPOCH - 1),
         m.Heartbeat("a", 1),
         m.Heartbeat("a", 1),
         m.WorkerGone("a", 3),
         m.BlockBad(ID, CHAIN, 5),
+        m.SlotsCleared("a", 1, 4),
         m.SlabBound("a", 1, 8, 2, 4096),
         m.SessionLost("a", 1),
         m.RetireNode("a", 1),

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvpool_master import sessions as s
-from kvpool_master.core.messages import BindSlab, Retire, SlabBound
-from kvpool_master.sessions import Sessions
+from kvpool_master.core.messages import (
+    AskInventory,
+    AskWorkers,
+    BindSlab,
+    ClearSlots,
+    Remember,
+    Retire,
+    SlabBound,
+    SlotsCleared,
+)
+from kvpool_master.sessions import Bury, Sessions, SetBypass
+from kvpool_proto.errors import UnknownNode
 from unit.master_double import play
 
 
@@ -14,24 +26,52 @@ def order(slab: int, slot_bytes: int = 4096) -> BindSlab:
     return BindSlab("a", 1, slab, slot_bytes)
 
 
+def clear(number: int, runs: int = 1, node: str = "a") -> ClearSlots:
+    return ClearSlots(node, number, 1, 4096, tuple((at, 1, 9) for at in range(runs)))
+
+
 def test_an_answer_to_an_older_order_does_not_answer_the_newer() -> None:
     async def scene() -> None:
         sessions = Sessions()
         sessions.registered("a", 1)
         sessions.carry_out([order(0, 4096), order(0, 8192)])
-        sessions.answered(SlabBound("a", 1, 1, 0, 4096))
+        sessions.bound(SlabBound("a", 1, 1, 0, 4096))
         assert await sessions.open("a", 1).next() == [order(0, 8192)]
 
     play(scene)
 
 
-def test_a_newer_incarnation_gets_no_order_of_the_older() -> None:
+def test_a_registration_starts_with_nothing() -> None:
+    async def scene() -> None:
+        sessions = Sessions()
+        for incarnation in (1, 1, 2):
+            sessions.registered("a", incarnation)
+            assert await sessions.open("a", incarnation).next() == []
+            sessions.carry_out([order(0), clear(1), AskInventory("a", incarnation, 1)])
+
+    play(scene)
+
+
+def test_what_is_never_answered_is_told_on_every_session_and_only_the_newest_of_it() -> None:
     async def scene() -> None:
         sessions = Sessions()
         sessions.registered("a", 1)
-        sessions.carry_out([order(0)])
-        sessions.registered("a", 2)
-        assert await sessions.open("a", 2).next() == []
+        first = sessions.open("a", 1)
+        assert await first.next() == []
+        sessions.carry_out(
+            [Remember(node="a"), AskWorkers("a", (5,)), AskInventory("a", 1, 1), AskInventory("a", 0, 9)]
+        )
+        sessions.carry_out([AskInventory("a", 1, 2), AskWorkers("a", (6, 7))])
+        told = [
+            sessions.tell_all(one) for one in (Bury(b"n", 3), Bury(b"m", 4), Bury(b"n", 5), SetBypass(1), SetBypass(0))
+        ]
+        assert told == [1] * 5
+        assert len(await first.next() or []) == 9
+        newest = [AskWorkers("a", (6, 7)), AskInventory("a", 1, 2), Bury(b"n", 5), Bury(b"m", 4), SetBypass(0)]
+        assert await sessions.open("a", 1).next() == newest
+        sessions.reported("a")
+        newest.remove(AskInventory("a", 1, 2))
+        assert await sessions.open("a", 1).next() == newest
 
     play(scene)
 
@@ -50,15 +90,30 @@ def test_a_node_that_is_gone_is_forgotten_and_its_orders_with_it() -> None:
     play(scene)
 
 
+def test_when_all_are_forgotten_their_sessions_end_with_the_reason() -> None:
+    async def scene() -> None:
+        sessions = Sessions()
+        sessions.registered("a", 1)
+        session = sessions.open("a", 1)
+        sessions.forget_all(UnknownNode("anew"))
+        assert await session.next() is None
+        assert session.error is not None
+        assert session.error.reason == "NODE_UNKNOWN"
+        assert not sessions.closed(session)
+
+    play(scene)
+
+
 def test_orders_go_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s, "ORDERS_PER_MESSAGE", 2)
+    monkeypatch.setattr(s, "ROWS_PER_MESSAGE", 3)
 
     async def scene() -> None:
         sessions = Sessions()
         sessions.registered("a", 1)
-        sessions.carry_out([order(slab) for slab in range(3)])
+        sent = [order(0), clear(1), order(1), clear(2, runs=5), order(2)]
+        sessions.carry_out(sent)
         session = sessions.open("a", 1)
-        assert [await session.next(), await session.next()] == [[order(0), order(1)], [order(2)]]
+        assert [await session.next() for _ in range(4)] == [sent[:2], sent[2:3], sent[3:4], sent[4:]]
 
     play(scene)
 
@@ -75,5 +130,29 @@ def test_a_node_that_answers_nothing_loses_its_session(monkeypatch: pytest.Monke
         assert session.error is not None
         assert session.error.reason == "LIMIT"
         assert sessions.closed(session)
+
+    play(scene)
+
+
+def test_who_waits_for_cleared_slots_hears_of_all_answers_or_who_did_not_answer() -> None:
+    async def scene() -> None:
+        sessions = Sessions()
+        for node in ("a", "b"):
+            sessions.registered(node, 1)
+        assert await sessions.settled([], 60) == set()
+        orders = [clear(1), clear(2, node="b"), clear(3)]
+        sessions.carry_out(orders)
+        waiting = asyncio.create_task(sessions.settled(orders, 60))
+        await asyncio.sleep(0)
+        for node, number in (("a", 3), ("a", 2), ("a", 1)):  # order 2 is another node's
+            sessions.cleared(SlotsCleared(node, 1, number))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        sessions.cleared(SlotsCleared("b", 1, 2))
+        assert await waiting == set()
+        assert await sessions.open("a", 1).next() == []
+        sessions.carry_out([clear(4), clear(5, node="b")])
+        assert await sessions.settled([clear(4), clear(5, node="b")], 0) == {"a", "b"}
+        assert await sessions.open("a", 1).next() == [clear(4)]
 
     play(scene)

@@ -140,7 +140,11 @@ def test_the_sample_file_names_every_setting_with_its_default(file: Path) -> Non
 
 def test_the_command_line_answers_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fly"]) == 1
-    assert capsys.readouterr().err == "kvpool-client: unknown command 'fly': serve\n"
+    assert capsys.readouterr().err == "kvpool-client: unknown command 'fly': serve, sweep\n"
+    assert main(["sweep", "--segment-dir", "/nowhere"]) == 1
+    assert capsys.readouterr().err == "kvpool-client: segment_dir = /nowhere: No such file or directory\n"
+    assert main(["sweep", "--all"]) == 1
+    assert "unrecognized arguments: --all" in capsys.readouterr().err
     assert main(["serve", "--slab-byte", "1"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["--version"]) == 0

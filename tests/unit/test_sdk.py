@@ -139,7 +139,10 @@ def test_room_that_is_being_made_ready_is_waited_for(pool_double: PoolDouble, sd
 
 
 def test_many_threads_at_once(pool_double: PoolDouble, sdk_pool: KVPool, sdk_space: Namespace) -> None:
-    """Stores and loads of overlapping chains through one pool: what is loaded is right."""
+    """Stores, loads and removals of overlapping chains through one pool: what is loaded is right.
+
+    A removal clears headers at once, also of blocks that somebody has leased: they are a miss then.
+    """
     head, head_data = chain_of(5, 50), data_of(5, 50)
     failures: list[str] = []
 
@@ -150,7 +153,8 @@ def test_many_threads_at_once(pool_double: PoolDouble, sdk_pool: KVPool, sdk_spa
             with sdk_space.lookup(chain) as hit:
                 target = empty(9)
                 loaded = sdk_space.load(hit, Contiguous(target))
-                if not (target[: loaded.blocks] == data[: loaded.blocks]).all() or loaded.blocks != hit.blocks:
+                whole = loaded.blocks == hit.blocks or loaded.reason == "stale_stamp"
+                if not (target[: loaded.blocks] == data[: loaded.blocks]).all() or not whole:
                     failures.append(f"{seed}: {loaded}")
             sdk_space.remove(chain, skip=int(seed))
 

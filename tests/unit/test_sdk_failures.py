@@ -156,39 +156,27 @@ def test_nobody_is_there(tmp_path: Path) -> None:
         assert space.purge().reason == "unreachable"
         assert space.renew(hit) == "unreachable"
         assert time.perf_counter() - began_s < 3.0  # 400 calls; one deadline is 0.3 s
-        assert dict(pool.stats().lookups_short) == {"unreachable": 100}
+        stats = pool.stats()
+        assert (dict(stats.lookups_short), dict(stats.stores_short)) == (
+            {"unreachable": 100},
+            {"node_unreachable": 100},
+        )
+        assert (stats.master_breaks, stats.node_breaks) == (1, 1)
 
 
-def test_the_master_dies_in_the_middle_of_a_store(pool_double: PoolDouble) -> None:
-    with pool_double.connect(device=Hooked(pool_double.stop_master), timeout_ms=500) as pool:
-        space = pool.namespace(spec_of())
-        stored = space.store(chain_of(3), Contiguous(data_of(3)))
-        assert (stored.stored_blocks, stored.reason) == (0, "unreachable")
-        assert space.lookup(chain_of(3)).reason == "unreachable"
-
-
-def test_a_master_that_restarts_is_found_again(pool_double: PoolDouble, sdk_pool: KVPool, sdk_space: Namespace) -> None:
-    sdk_space.store(chain_of(4), Contiguous(data_of(4)))
-    old = sdk_space.lookup(chain_of(4))
-    assert old.blocks == 4
-    pool_double.stop_master()
-    assert sdk_space.lookup(chain_of(4)).reason == "unreachable"
-    pool_double.start_master(epoch=11)
-    end_s = time.perf_counter() + 20
-    while sdk_space.lookup(chain_of(4)).reason == "unreachable":
-        assert time.perf_counter() < end_s
-        pool_double.now_ms += 10_000  # the breaker's time, too
-    assert sdk_space.lookup(chain_of(4)).reason == "unknown_key"
-    assert sdk_space.load(old, Contiguous(empty(4))).blocks == 0
-    stored = sdk_space.store(chain_of(4), Contiguous(data_of(4)))
-    if stored.reason:  # the first one finds that the handles are of another epoch
-        pool_double.now_ms += 10_000
-        stored = sdk_space.store(chain_of(4), Contiguous(data_of(4)))
-    assert (stored.stored_blocks, stored.reason) == (4, "")
-    with sdk_space.lookup(chain_of(4)) as hit:
-        assert sdk_space.load(hit, Contiguous(empty(4))).blocks == 4
-        assert hit.extents.segment.tolist() == old.extents.segment.tolist()  # yet they are not the same segments
-    assert sdk_space.load(old, Contiguous(empty(4))).reason == "segment_elsewhere"
+def test_nothing_raises_after_close(pool_double: PoolDouble) -> None:
+    pool = pool_double.connect()
+    space = pool.namespace(spec_of())
+    space.store(chain_of(4), Contiguous(data_of(4)))
+    hit = space.lookup(chain_of(4))
+    for _ in range(2):
+        pool.close()
+        assert space.lookup(chain_of(4)).reason == "unreachable"
+        assert space.load(hit, Contiguous(empty(4))).blocks == 0
+        assert space.store(chain_of(4, 2), Contiguous(data_of(4))).reason == "node_unreachable"
+        assert (space.renew(hit), space.purge().reason) == ("unreachable", "unreachable")
+        hit.release()
+    assert (pool.stats().stores, dict(pool.stats().loads_short)) == (3, {"node_unreachable": 2})
 
 
 def test_an_answer_of_a_former_epoch_is_a_miss(pool_double: PoolDouble, sdk_space: Namespace) -> None:
@@ -256,3 +244,27 @@ def test_answers_that_cannot_be(pool_double: PoolDouble, sdk_space: Namespace, b
     extents.segment[0] = 77
     hit = sdk_space.lookup(chain_of(4))
     assert sdk_space.load(hit, Contiguous(empty(4))).reason == "segment_elsewhere"
+
+
+def test_words_of_a_newer_master_are_no_mistakes(pool_double: PoolDouble, sdk_space: Namespace) -> None:
+    """Numbers that this version does not know are reasons, or misses."""
+    sdk_space.store(chain_of(4), Contiguous(data_of(4)))
+    pool_double.instead["Peek"] = lambda _: pb.PeekReply(
+        reason=99,  # type: ignore[arg-type]
+        gone=pb.Gone(reason=98, ago_ms=7),  # type: ignore[arg-type]
+        epoch=pool_double.epoch,
+    )
+    peeked = sdk_space.peek(chain_of(4), explain=True)
+    assert peeked.gone is not None
+    assert (peeked.reason, peeked.gone.reason) == ("reason_99", "reason_98")
+    pool_double.instead["Reserve"] = lambda _: pb.ReserveReply(
+        answered_blocks=4, run_offset=[0], run_blocks=[4], run_part_from=[0], run_part_to=[1],
+        run_state=[300], epoch=pool_double.epoch,  # type: ignore[list-item]
+    )  # fmt: skip
+    assert sdk_space.store(chain_of(4, 2), Contiguous(data_of(4))).reason == "protocol"
+
+
+def test_nodes_that_could_not_be_told_of_a_removal_are_named(pool_double: PoolDouble, sdk_space: Namespace) -> None:
+    pool_double.instead["Remove"] = lambda _: pb.RemoveReply(removed_blocks=3, nodes_away=["m", "k"])
+    removed = sdk_space.remove(chain_of(4))
+    assert (removed.blocks, removed.reason, removed.nodes_away) == (3, "", ("m", "k"))

@@ -1,4 +1,4 @@
-"""Segment files: geometry, views, binding, torn and spoiled metadata, owners and stale files."""
+"""Segment files: geometry, views, binding, clearing, torn and spoiled metadata. Adoption: test_adoption.py."""
 
 from __future__ import annotations
 
@@ -10,56 +10,33 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from kvpool_client import pages
-from kvpool_client.blockcheck import block_is_bad
-from kvpool_client.headers import COMMITTED, PARENT_ROOT, WRITING, slot_checks
-from kvpool_client.owned_segment import OwnedSegment, SegmentPlan, remove_stale
-from kvpool_client.segment import AttachedSegment, SegmentMap
+from kvpool_client.headers import SUPERBLOCK_COPIES, WRITING
+from kvpool_client.owned_segment import OwnedSegment, SegmentPlan
+from kvpool_client.segment import AttachedSegment
 from kvpool_client.start_error import StartError
-from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import BadSegment, ProtocolError, SlabChanged
 from kvpool_proto.geometry import SUPERBLOCK_BYTES, file_bytes, slots_per_slab
-
-SLAB = 1 << 20
-SLOT = 64 << 10
-PER_SLAB = slots_per_slab(SLAB, SLOT)
-
-
-def create(plan: SegmentPlan) -> OwnedSegment:
-    return OwnedSegment.create(plan, incarnation=7, prefault_threads=2, progress=lambda _: None)
+from unit.segment_world import PER_SLAB, SLAB, SLOT, create, opened, plan_in, worker_of, write_block
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> SegmentPlan:
-    return SegmentPlan(directory=tmp_path, node_id="n1", index=0, size_bytes=4 * SLAB, slab_bytes=SLAB)
+    return plan_in(tmp_path)
 
 
 @pytest.fixture
 def owned(plan: SegmentPlan) -> Iterator[OwnedSegment]:
-    segment = create(plan)
-    yield segment
-    segment.unlink()
-    segment.close()
+    with opened(create(plan)) as segment:
+        yield segment
 
 
 @pytest.fixture
 def attached(owned: OwnedSegment) -> Iterator[AttachedSegment]:
-    segment = AttachedSegment(owned.open_for_worker(5), 3, 4 * SLAB, SLAB)
+    segment = worker_of(owned)
     yield segment
     segment.close()
-
-
-def write_block(segment: SegmentMap, slot: int, payload: bytes, *, state: int = COMMITTED) -> pb.BadBlock:
-    """Store a one-part block as a writer does; answers how a reader names it."""
-    segment.slots(slot, 1, SLOT)[0, : len(payload)] = np.frombuffer(payload, dtype=np.uint8)
-    header = segment.headers(slot, 1, SLOT)
-    header["state"], header["key_bytes"], header["parent_kind"], header["stamp"] = state, 8, PARENT_ROOT, 77
-    header["namespace"], header["key"] = np.void(b"n" * 16), np.void(b"keykey00".ljust(32, b"\0"))
-    header["length_bytes"], header["checksum"] = len(payload), xxhash.xxh3_64_intdigest(payload)
-    header["check"] = slot_checks(header, slot, segment.generation(segment.slab_of(slot, SLOT)), SLOT)
-    return pb.BadBlock(namespace_id=b"n" * 16, chain=b"before00keykey00", stamp=77)
 
 
 # -- making and attaching ------------------------------------------------------------------------------
@@ -132,10 +109,25 @@ def test_attaching_something_else_is_refused(owned: OwnedSegment, tmp_path: Path
         os.fstat(fd)
 
 
-def test_a_spoiled_superblock_is_refused(attached: AttachedSegment) -> None:
-    attached.memory[100] ^= 1
-    with pytest.raises(ProtocolError, match="check"):
-        _ = attached.superblock
+def test_a_superblock_is_spoiled_only_if_both_copies_are(attached: AttachedSegment, owned: OwnedSegment) -> None:
+    owned.identify(8, epoch=1234)
+    said = attached.superblock
+    for first, second in (SUPERBLOCK_COPIES, SUPERBLOCK_COPIES[::-1]):
+        attached.memory[first + 100] ^= 1
+        assert attached.superblock == said
+        attached.memory[second + 20] ^= 1
+        with pytest.raises(ProtocolError, match="check"):
+            _ = attached.superblock
+        owned.identify(8, epoch=1234)
+
+
+def test_bypass_is_read_live_and_outlives_a_new_identity(attached: AttachedSegment, owned: OwnedSegment) -> None:
+    contents = owned.contents
+    owned.set_bypass(5)
+    assert attached.bypass() == 5
+    owned.identify(9, epoch=3)
+    assert (attached.bypass(), attached.epoch()) == (5, 3)
+    assert (attached.superblock.bypass, attached.superblock.contents) == (5, contents)
 
 
 def test_close_with_views_around(owned: OwnedSegment) -> None:
@@ -220,18 +212,6 @@ def test_a_spoiled_record_is_told_and_the_owner_keeps_its_account(
     assert attached.generation(0) == 2
 
 
-def test_unbinding_forgets_everything(owned: OwnedSegment, attached: AttachedSegment) -> None:
-    owned.bind_slab(2, SLOT)
-    write_block(attached, 2 * PER_SLAB, b"x")
-    owned.unbind_all()
-    assert owned.slabs_bound == 0
-    assert attached.generation(2) == 2
-    with pytest.raises(SlabChanged):
-        attached.table(2)
-    assert owned.bind_slab(2, SLOT) == 3
-    assert not attached.table(2)["state"].any()
-
-
 @pytest.mark.parametrize(("slab", "slot_bytes"), [(4, SLOT), (-1, SLOT), (0, SLAB), (0, 0), (0, 5000)])
 def test_impossible_bindings_are_refused(owned: OwnedSegment, slab: int, slot_bytes: int) -> None:
     with pytest.raises(ProtocolError):
@@ -239,31 +219,55 @@ def test_impossible_bindings_are_refused(owned: OwnedSegment, slab: int, slot_by
     assert owned.slabs_bound == 0
 
 
+# -- clearing ------------------------------------------------------------------------------------------
+
+
+def stamps(segment: OwnedSegment, slab: int) -> list[int]:
+    return segment.table(slab)["stamp"].tolist()
+
+
+def test_only_headers_that_show_the_stamp_are_cleared(owned: OwnedSegment) -> None:
+    for slab in (0, 1):
+        owned.bind_slab(slab, SLOT)
+    last = PER_SLAB - 1
+    for slot, stamp in ((0, 5), (1, 6), (2, 5), (last, 5), (PER_SLAB, 5), (PER_SLAB + 1, 5)):
+        write_block(owned, slot, b"x", stamp=stamp)
+    write_block(owned, 3, b"x", stamp=5, state=WRITING)
+    assert owned.clear_slots(SLOT, [(0, 4, 5), (last, 2, 5), (2 * PER_SLAB, PER_SLAB, 5)]) == 4
+    assert stamps(owned, 0) == [0, 6, 0, 5, *[0] * (PER_SLAB - 4)]
+    assert stamps(owned, 1) == [0, 5, *[0] * (PER_SLAB - 2)]
+    assert not owned.table(0)[0].tobytes().strip(b"\0")
+    assert owned.clear_slots(SLOT, [(0, 4, 5)]) == 0
+    assert owned.clear_slots(2 * SLOT, [(0, 2, 5)]) == 0, "the slab is bound to another size"
+
+
+@pytest.mark.parametrize("run", [(-1, 2, 5), (0, 0, 5), (4 * PER_SLAB - 1, 2, 5)])
+def test_runs_that_cannot_be_clear_nothing(owned: OwnedSegment, run: tuple[int, int, int]) -> None:
+    owned.bind_slab(0, SLOT)
+    write_block(owned, 0, b"x", stamp=5)
+    with pytest.raises(ProtocolError):
+        owned.clear_slots(SLOT, [(0, 1, 5), run])
+    with pytest.raises(ProtocolError):
+        owned.clear_slots(5000, [(0, 1, 5)])
+    assert stamps(owned, 0)[0] == 5
+
+
+def test_burying_spares_other_namespaces_newer_stamps_and_writers(owned: OwnedSegment) -> None:
+    owned.bind_slab(0, SLOT)
+    owned.bind_slab(3, SLOT)
+    write_block(owned, 0, b"x", stamp=5)
+    write_block(owned, 1, b"x", stamp=6)
+    write_block(owned, 2, b"x", stamp=7)
+    write_block(owned, 3, b"x", stamp=5, state=WRITING)
+    write_block(owned, 4, b"x", stamp=5, namespace=b"n" * 15 + b"m")
+    write_block(owned, 3 * PER_SLAB, b"x", stamp=1)
+    assert owned.bury(b"n" * 16, 6) == 3
+    assert stamps(owned, 0)[:5] == [0, 0, 7, 5, 5]
+    assert stamps(owned, 3)[0] == 0
+    assert owned.bury(b"n" * 16, 6) == 0
+
+
 # -- owners and workers --------------------------------------------------------------------------------
-
-
-def test_a_stale_file_is_removed_a_live_one_refused(plan: SegmentPlan, owned: OwnedSegment) -> None:
-    others = [plan.directory / name for name in ("kvpool-n1-x-0.seg", "kvpool-n10-0.seg", "kvpool-n1-0.seg.bak")]
-    stale = plan.directory / "kvpool-n1-3.seg"
-    for path in (stale, *others):
-        path.write_bytes(b"12345")
-    with pytest.raises(StartError, match="another node_id"):
-        remove_stale(plan.directory, "n1")
-    with pytest.raises(StartError, match="another node_id"):
-        create(plan)
-    owned.unlink()
-    assert remove_stale(plan.directory, "n1") == [(stale, 5)]
-    assert not stale.exists()
-    assert all(path.exists() for path in others)
-
-
-def test_a_dead_owners_file_is_taken_over(plan: SegmentPlan) -> None:
-    create(plan).close()  # as if killed: closed without unlink
-    assert [path for path, _ in remove_stale(plan.directory, "n1")] == [plan.path]
-    segment = create(plan)
-    segment.unlink()
-    segment.close()
-    assert list(plan.directory.iterdir()) == []
 
 
 def test_a_file_that_is_not_ours_is_left_alone(plan: SegmentPlan) -> None:
@@ -324,38 +328,3 @@ def test_memory_can_be_bound_to_a_node(plan: SegmentPlan) -> None:
         return
     segment.unlink()
     segment.close()
-
-
-# -- the second look at bad blocks ---------------------------------------------------------------------
-
-
-def test_a_good_block_is_not_bad(owned: OwnedSegment) -> None:
-    owned.bind_slab(1, SLOT)
-    block = write_block(owned, PER_SLAB + 2, b"some bytes")
-    assert not block_is_bad(owned, block, PER_SLAB + 2, SLOT)
-
-
-def test_every_doubt_makes_it_bad(owned: OwnedSegment) -> None:
-    owned.bind_slab(1, SLOT)
-    slot = PER_SLAB + 2
-    block = write_block(owned, slot, b"some bytes")
-    assert block_is_bad(owned, pb.BadBlock(namespace_id=b"m" * 16, chain=block.chain, stamp=77), slot, SLOT)
-    assert block_is_bad(owned, pb.BadBlock(namespace_id=b"n" * 16, chain=block.chain, stamp=78), slot, SLOT)
-    assert block_is_bad(owned, pb.BadBlock(namespace_id=b"n" * 16, chain=b"keykey01", stamp=77), slot, SLOT)
-    assert block_is_bad(owned, block, slot + 1, SLOT)
-    owned.slots(slot, 1, SLOT)[0, 4] ^= 1
-    assert block_is_bad(owned, block, slot, SLOT)
-    block = write_block(owned, slot, b"some bytes", state=WRITING)
-    assert block_is_bad(owned, block, slot, SLOT)
-    block = write_block(owned, slot, b"some bytes")
-    owned.headers(slot, 1, SLOT)["length_bytes"] = 1 << 60
-    assert block_is_bad(owned, block, slot, SLOT)
-
-
-def test_a_rebound_slab_is_no_bad_block(owned: OwnedSegment) -> None:
-    owned.bind_slab(0, SLOT)
-    block = write_block(owned, 0, b"x")
-    owned.bind_slab(0, 2 * SLOT)
-    assert not block_is_bad(owned, block, 0, SLOT)
-    with pytest.raises(ProtocolError):
-        block_is_bad(owned, block, 1 << 31, SLOT)

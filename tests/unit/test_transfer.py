@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kvpool_client.devices.base import Contiguous, Rows
 from kvpool_client.headers import COMMITTED, WRITING, checks_at
 from kvpool_client.runs import Run, extents_of, places_of, runs_of
-from kvpool_client.transfer import LocalEngine, PartCopy, Verify
+from kvpool_client.transfer import LocalEngine, PartCopy, Term, Verify
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.namespace import NamespaceSpec
 from unit.transfer_world import (
@@ -24,6 +25,7 @@ from unit.transfer_world import (
     HANDLE,
     SPEC,
     STAMPS,
+    WRITER,
     Spy,
     Stored,
     World,
@@ -166,14 +168,17 @@ def test_a_write_marks_copies_and_commits_in_this_order(stored_run: Stored) -> N
     def look() -> None:
         headers = run.headers(SPEC.slot_bytes)[:4]
         sound = headers["check"] == checks_at(headers.copy(), places_of([run.sub(0, 4)], SPEC.slot_bytes))
-        seen.append((headers["state"].tolist(), bool((headers["stamp"] == run.stamp).all()), bool(sound.all())))
+        ours = (headers["stamp"] == run.stamp) & (headers["worker_id"] == WRITER)
+        seen.append((headers["state"].tolist(), bool(ours.all()), bool(sound.all())))
 
     spy = Spy(stored_run.data, look)
     engine = LocalEngine(DEVICE, piece_bytes=4 * SPEC.slot_bytes)
-    written(engine, stored_run.world, [part_copy(SPEC, stored_run.chain, [run], spy)])
+    written(engine, stored_run.world, [part_copy(SPEC, stored_run.chain, [run], spy, worker_id=WRITER)])
     assert spy.calls == [0, 4, 8]
     assert seen[0] == ([WRITING] * 4, True, True)
     assert seen[1] == seen[2] == ([COMMITTED] * 4, True, True)
+    stored_run.run = run
+    assert stored_run.read()[0].blocks == BLOCKS  # readers do not ask who wrote
 
 
 def test_a_slot_that_is_spoiled_during_a_write_is_a_miss(stored_run: Stored) -> None:
@@ -196,6 +201,63 @@ def test_a_newer_epoch_stops_a_write_before_its_next_piece(stored_run: Stored) -
     )
     assert (done, reason, spy.calls) == ([4], "stale_epoch", [0])
     assert (run.headers(SPEC.slot_bytes)["stamp"][4:] != run.stamp).all()
+
+
+def test_a_newer_epoch_between_marks_and_payload_stops_a_write_with_its_marks(stored_run: Stored) -> None:
+    """Whoever wrote the epoch scans after that: it finds the marks, and their slots stay as they were."""
+    run, spy = run_at(stored_run.world, BLOCKS, slot=3), Spy(stored_run.data[::-1], lambda: None)
+    real = stored_run.engine._barrier
+
+    def order() -> None:
+        real()
+        stored_run.world.owner.identify(incarnation=1, epoch=EPOCH + 1)
+
+    stored_run.engine._barrier = order  # type: ignore[assignment]
+    copy = part_copy(SPEC, stored_run.chain, [run], spy, worker_id=WRITER)
+    assert stored_run.engine.write([copy], stored_run.world.term(), lambda _: "") == ([0], "stale_epoch")
+    headers = run.headers(SPEC.slot_bytes)
+    assert (headers["state"][:4].tolist(), spy.calls) == ([WRITING] * 4, [])
+    assert (headers["stamp"][:4] == run.stamp).all()
+    assert (headers["worker_id"][:4] == WRITER).all()
+    assert (headers["state"][4:] == COMMITTED).all()
+    assert (run.slots(SPEC.slot_bytes)[:, : SPEC.part_bytes] == stored_run.data).all()
+
+
+def test_what_this_process_heard_of_stops_a_write_too(stored_run: Stored) -> None:
+    """The node client may hear of a new Master later than we do."""
+    ruling = [EPOCH]
+    spy = Spy(stored_run.data, lambda: ruling.append(EPOCH + 1))
+    term = Term(stored_run.world.clock, 2_000, "time_over", EPOCH, lambda: ruling[-1])
+    copy = part_copy(SPEC, stored_run.chain, [run_at(stored_run.world, BLOCKS, slot=3)], spy)
+    assert stored_run.engine.write([copy], term, lambda _: "") == ([4], "stale_epoch")
+
+
+def test_a_piece_that_was_begun_in_time_leaves_no_marks(stored_run: Stored) -> None:
+    run, spy = run_at(stored_run.world, BLOCKS, slot=3), Spy(stored_run.data, lambda: None)
+    real = stored_run.engine._barrier
+
+    def late() -> None:
+        real()
+        stored_run.world.now_ms = 2_000
+
+    stored_run.engine._barrier = late  # type: ignore[assignment]
+    copy = part_copy(SPEC, stored_run.chain, [run], spy)
+    assert stored_run.engine.write([copy], stored_run.world.term(), lambda _: "") == ([4], "time_over")
+    assert (run.headers(SPEC.slot_bytes)["state"] == COMMITTED).all()
+
+
+def test_copies_go_on_when_the_engine_is_closed_meanwhile(stored_run: Stored) -> None:
+    engine = LocalEngine(DEVICE, copy_threads=2, piece_bytes=4 * SPEC.slot_bytes)
+    target = np.zeros_like(stored_run.data)
+    closing = threading.Thread(target=engine.close)
+    spy = Spy(target, lambda: None if closing.ident else closing.start())
+    stored_run.engine = engine
+    assert stored_run.read(buffer=spy)[0].blocks == BLOCKS
+    closing.join(30.0)
+    assert (target == stored_run.data).all()
+    target[:] = 0
+    assert stored_run.read(buffer=Spy(target, lambda: None))[0].blocks == BLOCKS
+    assert (target == stored_run.data).all()
 
 
 def test_a_deadline_stops_copies_before_their_next_piece(stored_run: Stored) -> None:

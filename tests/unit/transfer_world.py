@@ -24,6 +24,7 @@ SLAB_BYTES = 256 << 10
 SLABS = 32
 HANDLE = 7
 EPOCH = 40
+WRITER = 4242
 DEVICE = CpuDevice()
 STAMPS = numbers((EPOCH << 32) + 1)
 
@@ -61,8 +62,10 @@ def run_at(world: World, blocks: int, slot: int = 0, first: int = 0) -> Run:
     return Run(first, blocks, world.worker, slot, 1, next(STAMPS))
 
 
-def part_copy(spec: NamespaceSpec, chain: bytes, runs: list[Run], buffer: Any, part: int = 0) -> PartCopy:
-    return PartCopy(spec, part, chain, runs, buffer)
+def part_copy(
+    spec: NamespaceSpec, chain: bytes, runs: list[Run], buffer: Any, part: int = 0, worker_id: int = 0
+) -> PartCopy:
+    return PartCopy(spec, part, chain, runs, buffer, worker_id=worker_id)
 
 
 def written(engine: LocalEngine, world: World, copies: Sequence[PartCopy]) -> list[int]:

@@ -200,6 +200,12 @@ class Allocator:
         self.runs_of(slot_bytes).add_slab(slab)
         return True
 
+    def adopt(self, bound: dict[int, int]) -> None:
+        """A file's slabs: those in `bound` (slab -> slot size) have no free slot yet, the others are unbound."""
+        self.unbound = deque(slab for slab in range(self.slabs) if slab not in bound)
+        for slab, slot_bytes in bound.items():
+            self.runs_of(slot_bytes).slabs.add(slab)
+
     def room_bytes(self, slot_bytes: int) -> int:
         """Bytes that slots of a size could take: those free, and whole slabs not bound or being bound."""
         runs = self.per_size.get(slot_bytes)

@@ -4,6 +4,7 @@ Rules
   - Matching compares packed bytes. The search for a divergence compares whole prefixes, never single keys, so a
     chain that is not monotone cannot match past its first difference.
   - entry = root: a chain starts at the root. entry = any: it starts wherever its first key is known.
+  - While a recovery indexes a tree with entry = root, its puts are planned as with entry = any: they may meet orphans.
   - A put follows the root, a key, or nobody knows what (an orphan chain). An orphan is joined when a chain shows
     what stands before it. A key seen after two different parents, twice in one chain, or in a place that would close
     a circle is a conflict: the put ends before it.
@@ -65,7 +66,7 @@ def walk(tree: Tree, chain: bytes, skip: int = 0) -> Walk:
     """
     key_bytes = tree.key_bytes
     size = len(chain)
-    if tree.index is not None:
+    if tree.anywhere:
         at = skip * key_bytes
         found = locate(tree, chain[at : at + key_bytes]) if at < size else None
         if found is None or (skip and _before(*found) not in (b"", chain[at - key_bytes : at])):
@@ -128,7 +129,7 @@ class Plan:
 
 def plan_put(tree: Tree, parent: Parent | bytes, chain: bytes) -> Plan:
     """Plan a put of `chain` after `parent`; see Plan. With entry = root the parent must be the root."""
-    if tree.index is None:
+    if tree.index is None or tree.indexing:
         return _plan_from_root(tree, chain)
     return _plan_anywhere(tree, parent, chain)
 
@@ -162,6 +163,9 @@ def _plan_anywhere(tree: Tree, parent: Parent | bytes, chain: bytes) -> Plan:
     numbers = list(key_numbers(chain, tree.key_bytes))
     total = _distinct_head(numbers, int.from_bytes(plan.lead) if plan.lead else -1)
     plan.conflict = total < len(numbers)
+    if total and index.keys().isdisjoint(numbers):
+        plan.regions.append(Region(0, total, None, 0))
+        return plan
     known = list(map(index.__contains__, numbers[:total]))
     state = _Progress(plan.after, {_top(plan.after[0])} if plan.after else set(), bool(plan.after or plan.lead))
     at = 0

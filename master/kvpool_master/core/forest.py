@@ -15,7 +15,7 @@ from functools import partial
 from heapq import heappop, heappush
 
 from kvpool_master.core import extents as ex
-from kvpool_master.core.eviction import Pass, is_leaf, keep_blocks, oldest_age, queue_leaf
+from kvpool_master.core.eviction import queue_leaf
 from kvpool_master.core.leases import LeaseTable
 from kvpool_master.core.messages import GoneReason
 from kvpool_master.core.ring import Ring
@@ -52,7 +52,8 @@ class Forest:
         self._age = max(self._age + 1, self.now_ms << AGE_SHIFT)
         return self._age
 
-    def _idle_ms(self, age: int) -> int:
+    def idle_ms(self, age: int) -> int:
+        """How long ago an age was."""
         return max(0, self.now_ms - (age >> AGE_SHIFT))
 
     # -- shape
@@ -106,12 +107,13 @@ class Forest:
 
     # -- parts come and go
 
-    def complete(self, span: Span, mask: int) -> None:
-        """Parts of `mask` are committed: the span may have become visible."""
+    def complete(self, span: Span, mask: int) -> bool:
+        """Parts of `mask` are committed; True if the span has become visible."""
         span.have |= mask
-        if span.have == span.tree.full:
-            span.tree.blocks += span.blocks
-            span.tree.counters.stored_blocks += span.blocks
+        if span.have != span.tree.full:
+            return False
+        span.tree.blocks += span.blocks
+        return True
 
     def strip(self, span: Span, mask: int) -> list[ex.Record]:
         """Take the extents of parts `mask` away, complete or not; returns them. The caller settles the span."""
@@ -151,17 +153,21 @@ class Forest:
 
     def hide(self, span: Span, reason: GoneReason) -> None:
         """Make a hole of a span's complete parts; the slots come back when the leases alive now have ended."""
+        self._space.defer(self.take_out(span, reason), span.tree.slot_bytes, self._leases.newest_number)
+        self._space.settle_deferred(self._leases.oldest_number)
+
+    def take_out(self, span: Span, reason: GoneReason) -> list[ex.Record]:
+        """Make a hole of a span's complete parts; returns their extents, which nobody holds now."""
         self._forget(span, span.keys, reason, span.front_age)
         rows = self.strip(span, span.have)
-        self._space.defer(rows, span.tree.slot_bytes, self._leases.newest_number)
-        self._space.settle_deferred(self._leases.oldest_number)
         self.settle(span)
+        return rows
 
     def _forget(self, span: Span, keys: bytes, reason: GoneReason, age: int) -> int:
         blocks = len(keys) // span.tree.key_bytes
         gone = span.tree.counters.gone_blocks
         gone[reason] = gone.get(reason, 0) + blocks
-        self.ring.add(span, keys, reason, self._idle_ms(age), self.now_ms)
+        self.ring.add(span, keys, reason, self.idle_ms(age), self.now_ms)
         return blocks
 
     def given_up(self, span: Span) -> None:
@@ -176,7 +182,7 @@ class Forest:
         tree = span.tree
         keys = span.keys[keep * tree.key_bytes :]
         blocks = self._forget(span, keys, GoneReason.EVICTED, span.age)
-        self._counters.evicted(blocks, self._idle_ms(span.age))
+        self._counters.evicted(blocks, self.idle_ms(span.age))
         tail = span.extents
         span.extents, tail = ex.split(tail, keep) if keep else (b"", tail)
         rows = list(ex.records(tail))
@@ -197,88 +203,21 @@ class Forest:
             self.settle(span.detach())
         self._space.give(rows, tree.slot_bytes)
 
-    def evict(self, segment: Segment, slot_bytes: int, free_slots: int, spans_max: int) -> None:
-        """Evict leaves of one slot size, oldest first, until that many slots are free in the segment."""
-        runs = segment.allocator.runs_of(slot_bytes)
-        leaves = Pass(segment, slot_bytes)
-        self._counters.evict_passes += 1
-        for _ in range(spans_max):
-            if runs.free >= free_slots:
-                break
-            span = leaves.next_leaf()
-            if span is None:
-                break
-            needed = -(-(free_slots - runs.free) // span.tree.parts)
-            self.trim(span, keep_blocks(span, needed))
-        leaves.end()
-        if runs.free < free_slots:
-            self._blocked(leaves.blocked or "step_limit")
-        if len(segment.leaves) > 1 and self._rival(segment, slot_bytes) is not None:
-            segment.starved.add(slot_bytes)
-
-    def _blocked(self, why: str) -> None:
-        self._counters.evict_blocked[why] = self._counters.evict_blocked.get(why, 0) + 1
-
-    def evict_ahead(self, segment: Segment) -> None:
-        """Above the high watermark, evict down to the low one, a bounded step at a time, oldest slot size first."""
-        size = segment.allocator.size_bytes
-        used = segment.allocator.used_bytes()
-        low = size * self._settings.watermark_low_permille // 1000
-        if used * 1000 > size * self._settings.watermark_high_permille:
-            segment.evicting = True
-        elif used <= low:
-            segment.evicting = False
-        if not segment.evicting:
-            return
-        ages = [(age, slot) for slot in segment.leaves if (age := oldest_age(segment, slot)) is not None]
-        if not ages:
-            self._blocked("no_leaf")
-            return
-        slot_bytes = min(ages)[1]
-        wanted = segment.allocator.runs_of(slot_bytes).free + -(-(used - low) // slot_bytes)
-        self.evict(segment, slot_bytes, wanted, self._settings.evict_step_spans_max)
-
-    def empty_a_slab(self, segment: Segment, slot_bytes: int) -> None:
-        """For a slot size that wants a slab: evict what lies in one of another size, if that is much older.
-
-        Takes the slab with the fewest spans; with a span go the blocks that follow it. What leases or writers hold
-        stays.
-        """
-        rival = self._rival(segment, slot_bytes)
-        if rival is None:
-            return
-        runs = segment.allocator.runs_of(rival)
-        if not runs.slabs:
-            return
-        slab = min(sorted(runs.slabs), key=lambda number: len(segment.slab_spans.get(number, ())))
-        for span in segment.slab_spans.get(slab, [])[: self._settings.evict_step_spans_max]:
-            if segment.holds(span, slab):
-                self._evict_below(span)
-
-    def _rival(self, segment: Segment, slot_bytes: int) -> int | None:
-        """The other slot size whose oldest leaf has been idle more than twice as long as the own oldest one."""
-        ages = {size: age for size in segment.leaves if (age := oldest_age(segment, size)) is not None}
-        own = ages.pop(slot_bytes, None)
-        if not ages:
-            return None
-        rival = min(ages, key=lambda size: (ages[size], size))
-        if own is not None and self._idle_ms(ages[rival]) <= 2 * self._idle_ms(own):
-            return None
-        return rival
-
-    def _evict_below(self, span: Span) -> None:
-        path = [span]
-        while path:
-            top = path[-1]
-            if top.parent is None:
-                path.pop()
-            elif top.children:
-                path.append(next(iter(top.kids())))
-            elif is_leaf(top) and not top.leases:
-                self.trim(top, 0)
-            else:
-                self._blocked("leased" if top.leases else "being_written")
-                return
+    def drop_below(self, root: Span, spans_max: int, reason: GoneReason) -> None:
+        """Hide up to so many spans below `root`, leaves first; what is held up stays."""
+        for top in list(root.kids()):
+            path = [top]
+            while path and spans_max > 0:
+                span = path[-1]
+                if span.parent is None:
+                    path.pop()
+                elif span.children:
+                    path.append(next(iter(span.kids())))
+                elif span.writers or span.leases or not span.have:
+                    break
+                else:
+                    spans_max -= 1
+                    self.hide(span, reason)
 
     # -- slices
 
@@ -292,6 +231,7 @@ class Forest:
 
     def retire(self, segment: Segment) -> None:
         """A segment's node is gone: hide it and let its spans lose their bytes there in slices."""
+        segment.retired = True
         self._space.hidden.add(segment.handle)
         self.retiring.append(segment)
 
@@ -325,7 +265,7 @@ class Forest:
             span = stack.pop()
             stack += span.kids()
             if span.keys:
-                self.ring.add(span, span.keys, GoneReason.PURGED, self._idle_ms(span.age), self.now_ms)
+                self.ring.add(span, span.keys, GoneReason.PURGED, self.idle_ms(span.age), self.now_ms)
             self._space.give(ex.records(span.extents), tree.slot_bytes)
             span.parent = span.children = None
             span.extents = span.keys = b""

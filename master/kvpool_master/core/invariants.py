@@ -17,6 +17,8 @@ from kvpool_master.core.spans import Piece, Span, Tree, key_numbers
 if TYPE_CHECKING:
     from kvpool_master.core.pool import Pool
 
+_COUNTED = ("reserved", "quarantined", "deferred", "unclaimed")
+
 Slots = dict[int, dict[int, list[tuple[int, int]]]]
 """Segment -> slot size -> runs held, as (first, slots)."""
 
@@ -39,7 +41,7 @@ def check_pool(pool: Pool) -> int:
     for span in [*live, *dead]:
         _hold(held, ex.records(span.extents), span.tree.slot_bytes)
     _check_dead_stacks(pool, held)
-    for slot_bytes, rows in pool.space.deferred_rows():
+    for slot_bytes, rows in _waiting(pool):
         _hold(held, iter(rows), slot_bytes)
     for reservation in pool.writes.quarantine.values():
         _hold(held, ex.records(reservation.quarantined), reservation.tree.slot_bytes)
@@ -52,6 +54,18 @@ def check_pool(pool: Pool) -> int:
     _check_bytes(pool)
     _check_hidden(pool)
     return len(live)
+
+
+def _waiting(pool: Pool) -> Iterator[tuple[int, list[ex.Record]]]:
+    """Rows that no span holds and that are not free: deferred, to be cleared, stray, unclaimed, not yet told."""
+    yield from pool.space.deferred_rows()
+    yield from pool.clearing.rows()
+    yield from pool.strays.rows()
+    yield from pool.unclaimed.rows()
+    for segment in pool.space.segments.values():
+        if segment.claims is not None:
+            for slot_bytes, first, slots in segment.claims.unclaimed():
+                yield slot_bytes, [(0, slots, segment.handle, first, 0, 1, 1, 0)]
 
 
 def _spans(tree: Tree) -> Iterator[Span]:
@@ -95,6 +109,10 @@ def _check_tree(tree: Tree, spans: list[Span]) -> None:
         assert root.children is None or root.children
     if tree.index is None:
         assert not tree.orphans.children
+        return
+    if not tree.anywhere:  # equal keys in several places have one entry, or none
+        for number, span in tree.index.items():
+            assert span.parent is not None and number in set(key_numbers(span.keys, tree.key_bytes))
         return
     numbers = [(number, span) for span in spans for number in key_numbers(span.keys, tree.key_bytes)]
     assert len(numbers) == len(tree.index), "a key is in two spans, or the index holds one that is in none"
@@ -200,7 +218,7 @@ def _check_writes(pool: Pool, pending: list[Piece]) -> None:
 
 
 def _check_bytes(pool: Pool) -> None:
-    counted: dict[str, Counter[int]] = {name: Counter() for name in ("reserved", "quarantined", "deferred")}
+    counted: dict[str, Counter[int]] = {name: Counter() for name in _COUNTED}
 
     def count(name: str, rows: Iterator[ex.Record], slot_bytes: int) -> None:
         """Add the bytes of `rows` to what each segment has of that name."""
@@ -215,11 +233,15 @@ def _check_bytes(pool: Pool) -> None:
     for reservation in pool.writes.quarantine.values():
         assert reservation.quarantined
         count("quarantined", ex.records(reservation.quarantined), reservation.tree.slot_bytes)
-    for slot_bytes, rows in pool.space.deferred_rows():
+    for slot_bytes, rows in pool.strays.rows():
+        count("quarantined", iter(rows), slot_bytes)
+    for slot_bytes, rows in [*pool.space.deferred_rows(), *pool.clearing.rows()]:
         count("deferred", iter(rows), slot_bytes)
+    for slot_bytes, rows in pool.unclaimed.rows():
+        count("unclaimed", iter(rows), slot_bytes)
     for segment in pool.space.segments.values():
-        found = (segment.reserved_bytes, segment.quarantined_bytes, segment.deferred_bytes)
-        assert found == tuple(counted[name][segment.handle] for name in ("reserved", "quarantined", "deferred")), found
+        found = [getattr(segment, f"{name}_bytes") for name in _COUNTED]
+        assert found == [counted[name][segment.handle] for name in _COUNTED], found
 
 
 def _check_hidden(pool: Pool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool_master.core.inventory import Inventory
 from kvpool_master.core.messages import SegmentOffer
 from kvpool_master.core.segments import Segment
 from kvpool_master.core.settings import Settings
@@ -28,15 +29,17 @@ class Node:
     heartbeat_ms: int
     up: bool = True
     reason: str = "registered"
+    inventory: Inventory | None = None
+    """What it has still to report."""
 
 
 class Liveness:
     """All nodes that are not retired."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, start_ms: int) -> None:
         self._settings = settings
         self.nodes: dict[str, Node] = {}
-        self._last_tick_ms: int | None = None
+        self._last_tick_ms = start_ms
 
     def check_newcomer(self, name: str, incarnation: int) -> Node | None:
         """The node that registers again or is replaced, None for a new one. Raises if it must not register."""
@@ -60,14 +63,14 @@ class Liveness:
             raise StaleIncarnation(f"node {name!r}: incarnation {node.incarnation} is registered, not {incarnation}")
         return node
 
-    def tick(self, now_ms: int) -> bool:
-        """Note the time of a Tick; True if it came so late that all deadlines were moved."""
+    def tick(self, now_ms: int) -> int:
+        """Note the time of a Tick; if it came too late, all deadlines are moved by the delay, which is returned."""
         last, self._last_tick_ms = self._last_tick_ms, now_ms
-        if last is None or now_ms - last <= self._settings.stall_ms:
-            return False
+        if now_ms - last <= self._settings.stall_ms:
+            return 0
         for node in self.nodes.values():
             node.heartbeat_ms = min(now_ms, node.heartbeat_ms + now_ms - last)
-        return True
+        return now_ms - last
 
     def suspects(self, now_ms: int) -> list[Node]:
         """Nodes that are up and have been silent for too long."""

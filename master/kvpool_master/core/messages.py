@@ -16,6 +16,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvpool_master.core.effects import AskInventory as AskInventory
+from kvpool_master.core.effects import AskWorkers as AskWorkers
+from kvpool_master.core.effects import BindSlab as BindSlab
+from kvpool_master.core.effects import ClearSlots as ClearSlots
+from kvpool_master.core.effects import Effect as Effect
+from kvpool_master.core.effects import Remember as Remember
+from kvpool_master.core.effects import Retire as Retire
+from kvpool_master.core.node_messages import Heartbeat as Heartbeat
+from kvpool_master.core.node_messages import InventoryEnd as InventoryEnd
+from kvpool_master.core.node_messages import InventorySlabs as InventorySlabs
+from kvpool_master.core.node_messages import InventoryStrands as InventoryStrands
+from kvpool_master.core.node_messages import InventoryWriting as InventoryWriting
+from kvpool_master.core.node_messages import Register as Register
+from kvpool_master.core.node_messages import Registered as Registered
+from kvpool_master.core.node_messages import RetireNode as RetireNode
+from kvpool_master.core.node_messages import SegmentOffer as SegmentOffer
+from kvpool_master.core.node_messages import SessionLost as SessionLost
+from kvpool_master.core.node_messages import SlabBound as SlabBound
+from kvpool_master.core.node_messages import SlotsCleared as SlotsCleared
+from kvpool_master.core.node_messages import Strand as Strand
+from kvpool_master.core.node_messages import Taken as Taken
+from kvpool_master.core.node_messages import WorkerGone as WorkerGone
 from kvpool_master.core.reasons import GoneReason as GoneReason
 from kvpool_master.core.reasons import Parent as Parent
 from kvpool_master.core.reasons import Reason as Reason
@@ -23,30 +45,6 @@ from kvpool_master.core.reasons import RunState as RunState
 from kvpool_proto.namespace import NamespaceSpec
 
 ID_BYTES = 16
-
-
-# -- effects: what the shell must carry out ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class BindSlab:
-    """Tell the node to clear the slab's table, set the slot size and raise the generation; it answers SlabBound."""
-
-    node: str
-    segment: int
-    slab: int
-    slot_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Retire:
-    """The node was given up: end its session and say so."""
-
-    node: str
-    incarnation: int
-
-
-Effect = BindSlab | Retire
 
 
 # -- namespaces ----------------------------------------------------------------------------------------
@@ -261,19 +259,27 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
+    """nodes_away: nodes that hold headers of the removed blocks and cannot be told now to clear them."""
+
     blocks: int
+    nodes_away: tuple[str, ...] = ()
+    effects: tuple[Effect, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """Hide all of a namespace and end its reservations -> Purged."""
+    """Hide all of a namespace and end its reservations, for ever: what was given out until now is dead -> Purged."""
 
     namespace: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Purged:
+    """stamp: the newest that is dead."""
+
     blocks: int
+    stamp: int = 0
+    effects: tuple[Effect, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,80 +291,7 @@ class BlockBad:
     stamp: int
 
 
-# -- nodes ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentOffer:
-    """index: the node's own number. size_bytes: slabs x slab_bytes."""
-
-    index: int
-    size_bytes: int
-    slab_bytes: int
-    numa_node: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Register:
-    """A node client offers its segments -> Registered.
-
-    The same incarnation again gets the same handles (a retry, or a reconnect). A newer incarnation replaces a
-    suspect one, whose blocks are dropped; beside a live one it raises NodeIdTaken, an older one raises
-    StaleIncarnation. Raises BadSegment, LimitReached, BadRequest.
-    """
-
-    node: str
-    incarnation: int
-    segments: tuple[SegmentOffer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    handles: tuple[int, ...]
-    effects: tuple[Effect, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The node is alive: up again if it was suspect -> Done. Raises UnknownNode, StaleIncarnation."""
-
-    node: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlabBound:
-    """The node bound a slab as told -> Done. An answer to nothing that was asked is ignored."""
-
-    node: str
-    incarnation: int
-    segment: int
-    slab: int
-    slot_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerGone:
-    """A worker's process has ended: its reservations are given up, its quarantine ends -> Done. 0 is ignored."""
-
-    node: str
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLost:
-    """The node's session broke: suspect at once -> Done. Ignored for an older incarnation or an unknown node."""
-
-    node: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class RetireNode:
-    """The node leaves for good -> Done; its spans are dropped in slices by Tick. Unknown: ignored."""
-
-    node: str
-    incarnation: int
+# -- time ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,11 +319,28 @@ Command = (
     | Register
     | Heartbeat
     | SlabBound
+    | SlotsCleared
+    | InventorySlabs
+    | InventoryStrands
+    | InventoryWriting
+    | InventoryEnd
     | WorkerGone
     | SessionLost
     | RetireNode
     | Tick
 )
 Outcome = (
-    Opened | Hit | Peeked | Released | Renewed | Reserved | Committed | Aborted | Removed | Purged | Registered | Done
+    Opened
+    | Hit
+    | Peeked
+    | Released
+    | Renewed
+    | Reserved
+    | Committed
+    | Aborted
+    | Removed
+    | Purged
+    | Registered
+    | Taken
+    | Done
 )

@@ -9,25 +9,33 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpool_master.core import extents as ex
 from kvpool_master.core import messages as m
+from kvpool_master.core.adopt import Adopter
+from kvpool_master.core.clearing import Clearing
 from kvpool_master.core.directory import walk
+from kvpool_master.core.evictor import Evictor
 from kvpool_master.core.forest import Forest
+from kvpool_master.core.intake import Intake
 from kvpool_master.core.invariants import check_pool
 from kvpool_master.core.leases import Lease, LeaseTable
 from kvpool_master.core.liveness import Liveness
 from kvpool_master.core.members import Members
-from kvpool_master.core.messages import Effect, GoneReason, Reason
+from kvpool_master.core.memory import NO_MEMORY, Memory
+from kvpool_master.core.messages import Effect, Reason
 from kvpool_master.core.puts import Puts
+from kvpool_master.core.recovery import Recovery
+from kvpool_master.core.removal import Removal
 from kvpool_master.core.runs import CommittedRun, committed_run
 from kvpool_master.core.segments import Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import NamespaceCounters, PoolCounters, Snapshot
-from kvpool_master.core.spans import Span, Tree
+from kvpool_master.core.spans import Tree
+from kvpool_master.core.strays import Strays
 from kvpool_master.core.survey import take_snapshot
+from kvpool_master.core.unclaimed import Unclaimed
 from kvpool_master.core.writes import Writes
 from kvpool_proto.errors import (
     BadId,
@@ -58,7 +66,8 @@ class Namespace:
 class Pool:
     """See the module's docstring."""
 
-    def __init__(self, settings: Settings, epoch: int) -> None:
+    def __init__(self, settings: Settings, epoch: int, memory: Memory = NO_MEMORY, start_ms: int = 0) -> None:
+        """memory: of former lives. start_ms: now, on the clock of apply()."""
         settings.check()
         self.settings = settings
         self.epoch = epoch
@@ -68,10 +77,28 @@ class Pool:
         self.space = Space(settings)
         self.forest = Forest(settings, self.space, self.leases, self.counters)
         self.writes = Writes(settings, self.space, self.forest, self.counters)
-        self.liveness = Liveness(settings)
-        self.members = Members(settings, self.space, self.forest, self.liveness)
-        self.puts = Puts(settings, epoch, self.space, self.forest, self.writes, self.liveness)
-        self._now_ms = 0
+        self.liveness = Liveness(settings, start_ms)
+        self.strays = Strays(settings, self.space)
+        self.clearing = Clearing(self.space, self.leases)
+        self.removal = Removal(self.space, self.forest, self.liveness, self.clearing)
+        self.unclaimed = Unclaimed(settings, self.space)
+        self.tombstones = dict(memory.tombstones)
+        adopter = Adopter(self.forest, self.space, self.counters, epoch, start_ms)
+        self.intake = Intake(
+            self.space, self.liveness, self.strays, self.unclaimed, adopter, self.tombstones, self.counters
+        )
+        self.recovery = Recovery(
+            settings, epoch, memory, start_ms, self.forest, self.liveness, self.intake, self.unclaimed, self.counters,
+            self._trees
+        )  # fmt: skip
+        self.members = Members(
+            settings, self.space, self.forest, self.liveness, self.writes, self.strays, self.clearing, self.recovery
+        )
+        self.evictor = Evictor(settings, self.forest, self.counters)
+        self.puts = Puts(settings, epoch, self.space, self.forest, self.evictor, self.writes, self.liveness)
+        self._now_ms = start_ms
+        for spec in memory.namespaces:
+            self._add(spec)
         self._verbs: dict[type, Callable[[Any, int], Any]] = {
             m.OpenNamespace: self._open,
             m.Lookup: self._lookup,
@@ -81,15 +108,22 @@ class Pool:
             m.Reserve: self._reserve,
             m.Commit: self.writes.commit,
             m.Abort: self._abort,
-            m.Remove: self._remove,
+            m.Remove: lambda command, _: self.removal.remove(command, self._tree(command.namespace, command.chain)),
+            m.BlockBad: lambda command, _: self.removal.block_bad(
+                command, self._tree(command.namespace, command.chain)
+            ),
             m.Purge: self._purge,
-            m.BlockBad: self._block_bad,
             m.Register: self._register,
             m.Heartbeat: self._done(self.members.heartbeat),
             m.SlabBound: self._done(lambda command, _: self.members.slab_bound(command)),
-            m.WorkerGone: self._done(lambda command, now: self.writes.worker_gone(command.node, command.worker, now)),
+            m.SlotsCleared: self._done(lambda command, _: self.clearing.cleared(command.node, command.order)),
+            m.InventorySlabs: self._done(self.intake.slabs),
+            m.InventoryStrands: self._strands,
+            m.InventoryWriting: self._done(self.intake.writing),
+            m.InventoryEnd: self._inventory_end,
+            m.WorkerGone: self._done(self._worker_gone),
             m.SessionLost: self._done(lambda command, _: self.members.session_lost(command)),
-            m.RetireNode: self._done(lambda command, _: self.members.leave(command)),
+            m.RetireNode: lambda command, _: m.Done(tuple(self.members.leave(command))),
             m.Tick: self._tick,
         }
 
@@ -111,6 +145,17 @@ class Pool:
     def check_invariants(self) -> int:
         """Cross-check every index; raises AssertionError. Returns the number of spans. Linear in everything."""
         return check_pool(self)
+
+    @property
+    def reserved_anything(self) -> bool:
+        """Whether a stamp of this epoch was given out."""
+        return self.puts.stamp > self.epoch << 32
+
+    def grace_left_ms(self, now_ms: int) -> int:
+        """How long a lease, a reservation, or something of a former life may still be alive; 0: none is."""
+        ends = [lease.deadline_ms for lease in self.leases]
+        ends += [reservation.deadline_ms for reservation in self.writes.open.values()]
+        return max(0, self.recovery.grace_left_ms(now_ms), max(ends, default=now_ms) - now_ms)
 
     @staticmethod
     def _done(verb: Callable[[Any, int], None]) -> Callable[[Any, int], m.Done]:
@@ -139,12 +184,20 @@ class Pool:
         if segments and not fitting:
             largest = max(segment.allocator.slab_bytes for segment in segments)
             raise SlotTooLarge(f"a slot of {spec.slot_bytes} bytes does not fit in a slab of {largest} bytes")
-        counters = NamespaceCounters()
-        self.namespaces[ident] = Namespace(spec, Tree(spec, ident, counters), counters)
-        effects: list[Effect] = []
+        self._add(spec)
+        effects: list[Effect] = [m.Remember(namespace=spec)]
         for segment in fitting:
             effects += self.space.bind(segment, spec.slot_bytes, 1)
         return m.Opened(ident, spec.slot_bytes, tuple(effects))
+
+    def _add(self, spec: NamespaceSpec) -> None:
+        counters = NamespaceCounters()
+        tree = Tree(spec, spec.id, counters)
+        self.namespaces[spec.id] = Namespace(spec, tree, counters)
+        self.recovery.opened(tree)
+
+    def _trees(self) -> list[Tree]:
+        return [namespace.tree for namespace in self.namespaces.values()]
 
     def _namespace(self, ident: bytes) -> Namespace:
         namespace = self.namespaces.get(ident)
@@ -248,7 +301,7 @@ class Pool:
             raise PartOutOfRange(f"parts [{command.part_from}, {command.part_to}): within [0, {tree.parts})")
         if len(command.nodes) not in (0, 1, command.part_to - command.part_from):
             raise BadRequest(f"nodes has {len(command.nodes)} names: none, one, or one for each part")
-        if tree.index is None and command.parent is not m.Parent.ROOT:
+        if not tree.anywhere and command.parent is not m.Parent.ROOT:
             raise BadRequest("a namespace with entry = root takes only chains that start at the root")
         if isinstance(command.parent, bytes) and len(command.parent) != tree.key_bytes:
             raise KeyLengthMismatch(f"parent_key has {len(command.parent)} bytes: key_bytes = {tree.key_bytes}")
@@ -262,63 +315,58 @@ class Pool:
             raise PartOutOfRange(f"parts [{command.part_from}, {command.part_to})")
         return m.Aborted(self.writes.abort(command.reservation, mask, writer=command.writer, now_ms=now_ms))
 
-    # -- removing
-
-    def _remove(self, command: m.Remove, now_ms: int) -> m.Removed:
-        tree = self._tree(command.namespace, command.chain)
-        found = walk(tree, command.chain, command.skip)
-        base = found.base  # where in the chain the span's first block would stand
-        todo: list[tuple[Span, int, int]] = []
-        for span in found.path:
-            low, high = max(0, command.skip - base), min(span.blocks, found.matched - base)
-            base += span.blocks
-            if low < high and span.have and not span.writers:
-                todo.append((span, low, high - low))
-        for span, low, blocks in reversed(todo):
-            self.forest.hide(self.forest.isolate(span, low, blocks), GoneReason.REMOVED)
-        return m.Removed(sum(blocks for _, _, blocks in todo))
-
-    def _block_bad(self, command: m.BlockBad, now_ms: int) -> m.Removed:
-        tree = self._tree(command.namespace, command.chain)
-        total = len(command.chain) // tree.key_bytes
-        found = walk(tree, command.chain, total - 1)
-        if found.matched < total:
-            return m.Removed(0)
-        span = found.path[-1]
-        at = total - 1 - found.base - sum([before.blocks for before in found.path[:-1]])
-        stamps = {row[7] for row in ex.records(span.extents) if row[0] <= at < row[0] + row[1]}
-        if command.stamp not in stamps or not span.have or span.writers:
-            return m.Removed(0)
-        self.forest.hide(self.forest.isolate(span, at, 1), GoneReason.BAD_BYTES)
-        return m.Removed(1)
+    # -- purging
 
     def _purge(self, command: m.Purge, now_ms: int) -> m.Purged:
         namespace = self._namespace(command.namespace)
         self.writes.purge(namespace.tree, now_ms)
         blocks = self.forest.bury(namespace.tree)
         namespace.tree = Tree(namespace.spec, command.namespace, namespace.counters)
-        return m.Purged(blocks)
+        self.recovery.opened(namespace.tree)
+        stamp = self.tombstones[command.namespace] = self.puts.stamp
+        return m.Purged(blocks, stamp, (m.Remember(tombstone=(command.namespace, stamp)),))
 
     # -- nodes and time
 
     def _register(self, command: m.Register, now_ms: int) -> m.Registered:
-        sizes = {namespace.spec.slot_bytes for namespace in self.namespaces.values()}
-        return self.members.register(command, sizes, now_ms)
+        registered = self.members.register(command, self._slot_sizes(), now_ms)
+        return replace(registered, tombstones=tuple(self.tombstones.items()))
+
+    def _slot_sizes(self) -> set[int]:
+        return {namespace.spec.slot_bytes for namespace in self.namespaces.values()}
+
+    def _strands(self, command: m.InventoryStrands, now_ms: int) -> m.Taken:
+        namespace = self.namespaces.get(command.namespace)
+        return self.intake.strands(command, namespace and namespace.tree, now_ms)
+
+    def _inventory_end(self, command: m.InventoryEnd, now_ms: int) -> m.Done:
+        self.intake.end(command, now_ms)
+        return m.Done(tuple(self.recovery.ask(now_ms)))
+
+    def _worker_gone(self, command: m.WorkerGone, now_ms: int) -> None:
+        self.writes.worker_gone(command.node, command.worker, now_ms)
+        self.strays.worker_gone(command.node, command.worker)
 
     def _tick(self, command: m.Tick, now_ms: int) -> m.Done:
-        if self.liveness.tick(now_ms):
+        delay_ms = self.liveness.tick(now_ms)
+        if delay_ms:
             self.counters.stalls += 1
-        effects = self.members.tick(now_ms)
+            self.recovery.stalled(delay_ms)
+        effects = self.members.tick(self._slot_sizes(), now_ms)
+        effects += self.recovery.tick(now_ms)
         self.writes.sweep(now_ms)
+        self.strays.sweep(now_ms)
         self.leases.sweep(now_ms)
         self.forest.drop_incomplete()
         self.space.settle_deferred(self.leases.oldest_number)
         self.forest.work(self.settings.tick_spans_max)
         for node in self.liveness.nodes.values():
             for segment in node.segments:
+                if segment.closed:
+                    continue
                 if self.settings.evict_ahead:
-                    self.forest.evict_ahead(segment)
+                    self.evictor.evict_ahead(segment)
                 for slot_bytes in sorted(segment.starved):
-                    self.forest.empty_a_slab(segment, slot_bytes)
+                    self.evictor.empty_a_slab(segment, slot_bytes)
                 effects += self.space.settle_starved(segment)
         return m.Done(tuple(effects))

@@ -13,7 +13,9 @@ from itertools import groupby
 
 from kvpool_master.core import extents as ex
 from kvpool_master.core.directory import Plan, Region, plan_put
+from kvpool_master.core.evictor import Evictor
 from kvpool_master.core.forest import Forest
+from kvpool_master.core.graft import end_of, link, new_span
 from kvpool_master.core.leases import Lease
 from kvpool_master.core.liveness import Liveness
 from kvpool_master.core.messages import Effect, Reason, Reserve, Reserved, Run, RunState
@@ -45,14 +47,23 @@ class Puts:
     """Grants room for puts."""
 
     def __init__(
-        self, settings: Settings, epoch: int, space: Space, forest: Forest, writes: Writes, liveness: Liveness
+        self,
+        settings: Settings,
+        epoch: int,
+        space: Space,
+        forest: Forest,
+        evictor: Evictor,
+        writes: Writes,
+        liveness: Liveness,
     ) -> None:
         self._settings = settings
+        self._evictor = evictor
         self._space = space
         self._forest = forest
         self._writes = writes
         self._liveness = liveness
-        self._stamp = epoch << 32
+        self.stamp = epoch << 32
+        """The newest given out."""
 
     def reserve(self, command: Reserve, tree: Tree, now_ms: int) -> Reserved:
         """See messages.Reserve; the command has been checked."""
@@ -65,8 +76,8 @@ class Puts:
             return self._short(tree, Reserved(0, Reason.TOO_MANY_RESERVATIONS, (), b"", 0))
         plan = self._plan(command, tree)
         counters.conflicts += plan.conflict
-        self._stamp += 1
-        reservation = Reservation(command, tree, self._stamp)
+        self.stamp += 1
+        reservation = Reservation(command, tree, self.stamp)
         put = _Put(command, tree, reservation, self._forest.next_age())
         self._pin(put, plan)
         try:
@@ -115,7 +126,7 @@ class Puts:
         held = [(region.span, region.start + region.blocks) for region in plan.regions if region.span is not None]
         if plan.after is not None and plan.after[0].parent is not None:
             held.append(plan.after)
-        last = held if put.tree.index is not None else held[-1:]
+        last = held if put.tree.index is not None else held[-1:]  # with an index they may lie in several trees
         for span, end in last:
             pin = Lease(b"", put.command.namespace, span, end)
             pin.pin()
@@ -127,33 +138,13 @@ class Puts:
         for region in plan.regions:
             if region.joins:
                 assert region.span is not None
-                self._link(put.tree, self._end_of(put.tree, after, plan.lead), region.span)
+                link(end_of(self._forest, put.tree, after, plan.lead), region.span)
             if region.span is None:
                 after = self._grant_new(put, region, after, plan.lead)
             else:
                 after = self._grant_known(put, region)
             if put.reason is not Reason.NONE:
                 return
-
-    def _end_of(self, tree: Tree, after: tuple[Span, int] | None, lead: bytes) -> Span:
-        """A span that ends with what the next block follows, cut or made where necessary."""
-        if after is None:
-            return self._new_span(tree, tree.orphans, lead, 0) if lead else tree.orphans
-        span, end = after
-        return self._forest.cut(span, end) if 0 < end < span.blocks else span
-
-    def _new_span(self, tree: Tree, parent: Span, keys: bytes, age: int) -> Span:
-        span = Span(tree, parent, keys, age)
-        parent.attach(span)
-        tree.index_keys(keys, span)
-        tree.spans += 1
-        return span
-
-    def _link(self, tree: Tree, before: Span, orphan: Span) -> None:
-        tree.orphans.drop(orphan)
-        before.attach(orphan)
-        if before.parent is not None and orphan.front_age > before.age:
-            before.touch(before.blocks, orphan.front_age)
 
     def _grant_new(
         self, put: _Put, region: Region, after: tuple[Span, int] | None, lead: bytes
@@ -165,8 +156,7 @@ class Puts:
         tree = put.tree
         edge = region.offset * tree.key_bytes
         keys = put.command.chain[edge : edge + blocks * tree.key_bytes]
-        parent = self._end_of(tree, after, lead)
-        span = self._new_span(tree, parent, keys, put.age)
+        span = new_span(end_of(self._forest, tree, after, lead), keys, put.age)
         self._give(put, span, region.offset, mask, rows)
         return span, blocks
 
@@ -232,7 +222,7 @@ class Puts:
         groups = self._groups(put.reservation, mask, slot_bytes)
         got, rows, reason = self._space.allocate(groups, slot_bytes, blocks, put.reservation.stamp, self._evict)
         if got < blocks:
-            put.reason = reason
+            put.reason = Reason.STARTING if reason is Reason.NO_NODE and self._starting(put, mask) else reason
         for low, high, segments in groups:
             missing = (blocks - got) * (high - low) if reason is not Reason.RESERVE_SHARE else 0
             for segment in segments:
@@ -242,7 +232,7 @@ class Puts:
         return got, rows
 
     def _evict(self, segment: Segment, slot_bytes: int, free_slots: int) -> None:
-        self._forest.evict(segment, slot_bytes, free_slots, self._settings.evict_inline_spans_max)
+        self._evictor.evict(segment, slot_bytes, free_slots, self._settings.evict_inline_spans_max)
 
     def _groups(self, reservation: Reservation, mask: int, slot_bytes: int) -> list[Group]:
         """The parts of `mask` in runs that go to one node, each with that node's segments, emptiest first."""
@@ -254,14 +244,21 @@ class Puts:
             groups.append((parts[0], parts[-1] + 1, self._segments(node, slot_bytes)))
         return groups
 
-    def _segments(self, name: str, slot_bytes: int) -> list[Segment]:
-        """The segments of a node that is up (of all nodes for ""), most room for the slot size first."""
+    def _starting(self, put: _Put, mask: int) -> bool:
+        """Whether some part found no node since segments are still closed after a start."""
+        names = {put.reservation.node_of(part) for part in put.reservation.parts if mask >> part & 1}
+        return any(segment.closed for name in names for segment in self._of_node(name))
+
+    def _of_node(self, name: str) -> list[Segment]:
+        """The segments of a node that is up, of all nodes for ""."""
         if name:
             node = self._liveness.nodes.get(name)
-            found = list(node.segments) if node is not None and node.up else []
-        else:
-            found = [segment for node in self._liveness.nodes.values() if node.up for segment in node.segments]
-        found = [segment for segment in found if segment.fits(slot_bytes)]
+            return list(node.segments) if node is not None and node.up else []
+        return [segment for node in self._liveness.nodes.values() if node.up for segment in node.segments]
+
+    def _segments(self, name: str, slot_bytes: int) -> list[Segment]:
+        """The open segments of a node that is up (of all nodes for ""), most room for the slot size first."""
+        found = [one for one in self._of_node(name) if one.fits(slot_bytes) and not one.closed]
         if len(found) > 1:
             found.sort(key=lambda segment: (-segment.allocator.room_bytes(slot_bytes), segment.handle))
         return found

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 SETTING_MAX = 1 << 62
+_MAY_BE_ZERO = (
+    "quarantine_ms",
+    "incomplete_grace_ms",
+    "bind_ahead_permille",
+    "recovery_ms",
+    "unclaimed_ms",
+    "orphan_grace_ms",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,18 @@ class Settings:
     tick_spans_max: int = 500
     """Spans of retired nodes and purged namespaces handled in one Tick."""
 
+    # recovery
+    inventories_max: int = 4
+    """Nodes that report their inventory at a time."""
+    inventory_ms: int = 30_000
+    """A node whose inventory makes no progress for so long has to register again."""
+    recovery_ms: int = 60_000
+    """How long after a start nodes known from former lives are awaited before the pool counts as ready."""
+    unclaimed_ms: int = 600_000
+    """How long an inventory's blocks wait for somebody to open their namespace."""
+    orphan_grace_ms: int = 600_000
+    """How long recovered blocks that cannot be reached from the root wait for their ancestors."""
+
     # liveness
     heartbeat_ms: int = 1_000
     suspect_ms: int = 5_000
@@ -72,7 +92,7 @@ class Settings:
         """Raise ValueError, naming the setting, unless the settings make sense together."""
         for field in fields(self):
             value = getattr(self, field.name)
-            low = 0 if field.name in ("quarantine_ms", "incomplete_grace_ms", "bind_ahead_permille") else 1
+            low = 0 if field.name in _MAY_BE_ZERO else 1
             if field.name != "evict_ahead" and not low <= value <= SETTING_MAX:
                 raise ValueError(f"{field.name} = {value}: at least {low}")
             if field.name.endswith("_permille") and value > 1000:

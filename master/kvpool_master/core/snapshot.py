@@ -59,6 +59,17 @@ class PoolCounters:
     evict_passes: int = 0
     evict_blocked: dict[str, int] = field(default_factory=dict[str, int])
     """Passes that could not free what was wanted, by what held them up: leased, being_written, no_leaf, step_limit."""
+    recovered_blocks: int = 0
+    """Blocks that inventories made complete."""
+    surplus_blocks: int = 0
+    """Blocks of inventories that the directory had already, or that do not fit into it."""
+    dead_blocks: int = 0
+    """Blocks of inventories that a purge had ended."""
+    unclaimed_blocks: int = 0
+    """Blocks of inventories whose namespace was not open when they came."""
+    inventories_completed: int = 0
+    inventories_failed: int = 0
+    """Given up, since they made no progress."""
     stalls: int = 0
     """Ticks so late that liveness deadlines were moved."""
 
@@ -92,6 +103,10 @@ class SegmentSnapshot:
     """Hidden, waiting for the leases of their time to end."""
     reserved_bytes: int
     """Granted to open reservations, not yet committed."""
+    unclaimed_bytes: int
+    """Held for namespaces that nobody has opened since the Master's start."""
+    closed: bool
+    """Takes no reservation: its inventory is not complete, or the grace of a former epoch is not over."""
     slabs: int
     slabs_bound: int
 
@@ -104,6 +119,8 @@ class NodeSnapshot:
     """"up" or "suspect"."""
     state_reason: str
     heartbeat_age_ms: int
+    inventory: str
+    """"none" (nothing to report, or all of it is here), "waiting", "arriving" or "failed"."""
     segments: tuple[SegmentSnapshot, ...]
 
 
@@ -119,3 +136,7 @@ class Snapshot:
     directory_bytes: int
     """Memory of spans, keys, extents and index, estimated from a sample."""
     counters: PoolCounters
+    ready: bool = True
+    """Every known node has reported, or its time was over."""
+    recovery: str = ""
+    """For people: what is still awaited."""

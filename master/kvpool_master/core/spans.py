@@ -36,11 +36,13 @@ class Tree:
 
     __slots__ = (
         "alive",
+        "anywhere",
         "blocks",
         "bytes",
         "counters",
         "full",
         "index",
+        "indexing",
         "key_bytes",
         "namespace",
         "orphans",
@@ -57,7 +59,12 @@ class Tree:
         self.parts = spec.parts
         self.full = (1 << spec.parts) - 1
         self.slot_bytes = spec.slot_bytes
-        self.index: dict[int, Span] | None = {} if spec.entry == "any" else None
+        self.anywhere = spec.entry == "any"
+        """Chains may start anywhere."""
+        self.index: dict[int, Span] | None = {} if self.anywhere else None
+        """By key, where a block lies. With entry = root only while a recovery needs it; see reindex.py."""
+        self.indexing = False
+        """The index is being built, and is not to be relied on."""
         self.root = Span(self, None, b"", 0)
         self.orphans = Span(self, None, b"", 0)
         self.alive = True
@@ -73,9 +80,9 @@ class Tree:
             self.index.update(zip(key_numbers(keys, self.key_bytes), repeat(span)))
 
     def unindex_keys(self, keys: bytes) -> None:
-        """Forget `keys`, each of which is in the index."""
+        """Forget `keys`; some may not be in the index while it is being built."""
         if self.index is not None:
-            for _ in map(self.index.__delitem__, key_numbers(keys, self.key_bytes)):
+            for _ in map(self.index.pop, key_numbers(keys, self.key_bytes), repeat(None)):
                 pass
 
 
@@ -291,7 +298,7 @@ def _cut_leases(span: Span, head: Span, at: int) -> None:
 
 def can_join(span: Span) -> bool:
     """Whether `span` and its only child are alike and may become one."""
-    if span.parent is None or not isinstance(span.children, tuple) or len(span.children) != 1:
+    if span.parent is None or not isinstance(span.children, tuple) or len(span.children) != 1 or span.tree.indexing:
         return False
     child = span.children[0]
     full = span.tree.full

@@ -42,6 +42,8 @@ def take_snapshot(pool: Pool, now_ms: int) -> Snapshot:
         ring_blocks=pool.forest.ring.blocks,
         directory_bytes=directory_bytes(pool),
         counters=pool.counters,
+        ready=pool.recovery.ready,
+        recovery=pool.recovery.describe(),
     )
 
 
@@ -52,6 +54,7 @@ def _node(node: Node, now_ms: int) -> NodeSnapshot:
         state="up" if node.up else "suspect",
         state_reason=node.reason,
         heartbeat_age_ms=max(0, now_ms - node.heartbeat_ms),
+        inventory="none" if node.inventory is None else node.inventory.state.value,
         segments=tuple(_segment(segment) for segment in node.segments),
     )
 
@@ -66,6 +69,8 @@ def _segment(segment: Segment) -> SegmentSnapshot:
         quarantined_bytes=segment.quarantined_bytes,
         deferred_bytes=segment.deferred_bytes,
         reserved_bytes=segment.reserved_bytes,
+        unclaimed_bytes=segment.unclaimed_bytes,
+        closed=segment.closed,
         slabs=allocator.slabs,
         slabs_bound=allocator.slabs - len(allocator.unbound) - len(allocator.binding),
     )

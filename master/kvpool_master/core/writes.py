@@ -176,6 +176,7 @@ class Writes:
         left = total - reservation.written(part)
         if left <= 0:
             return
+        self._lose_retired(reservation)
         reservation.done[part - reservation.parts.start] = total
         for piece in list(reservation.pieces):
             if left == 0:
@@ -184,6 +185,13 @@ class Writes:
                 left -= self._skip_lost(reservation, piece, part, left)
             elif piece.mask & bit:
                 left -= self._complete(piece, bit, left)
+
+    def _lose_retired(self, reservation: Reservation) -> None:
+        """What was to be written to a node that is retired is lost, although nobody has come to take it apart yet."""
+        while self._forest.retiring and any(
+            piece.span is not None and self._forest.lose_retired(piece.span) for piece in list(reservation.pieces)
+        ):
+            pass
 
     def _skip_lost(self, reservation: Reservation, piece: Piece, part: int, left: int) -> int:
         """Pass over blocks that were removed while being written. Returns how many."""
@@ -220,7 +228,8 @@ class Writes:
             if row[4] <= bit.bit_length() - 1 < row[5]:
                 self._space.segments[row[2]].reserved_bytes -= row[1] * slot_bytes
         detach_piece(piece, bit, lost=False)
-        self._forest.complete(span, bit)
+        if self._forest.complete(span, bit):
+            span.tree.counters.stored_blocks += blocks
         if not span.writers:
             self._forest.changed(span)
         return blocks
@@ -313,6 +322,15 @@ class Writes:
             if reservation.id in self.open:
                 self.give_up(reservation, mask, word=True)
                 self._close_if_over(reservation, now_ms)
+
+    def workers(self, node: str) -> set[int]:
+        """The workers of a node that write, or that a quarantine waits for."""
+        found: set[int] = set()
+        for reservation in [*self.open.values(), *self.quarantine.values()]:
+            found |= {
+                reservation.worker_of(part) for part in reservation.parts if reservation.node_of(part) in ("", node)
+            }
+        return found - {0}
 
     def purge(self, tree: Tree, now_ms: int) -> None:
         """End all reservations of a tree that was purged."""

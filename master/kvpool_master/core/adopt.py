@@ -1,0 +1,133 @@
+"""Blocks that an inventory brings back are put into the forest. No command enters here: recovery.py calls.
+
+Rules
+  - A strand is planned like a put. What is new is attached where its parent is, or as an orphan; missing parts of known
+    blocks are filled in; parts that are there already, or are being written, are surplus: their slots are free.
+  - Behind a conflict (a key seen after two different parents) all is surplus.
+  - What lies on a retired node counts as lost at once, so that a copy that came back takes its place.
+  - Ages: a stamp tells in which epoch a block was written, and in which order; so they are old, and in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+
+from kvpool_master.core import extents as ex
+from kvpool_master.core.directory import Plan, plan_put
+from kvpool_master.core.forest import AGE_SHIFT, Forest
+from kvpool_master.core.graft import end_of, link, new_span
+from kvpool_master.core.messages import Strand
+from kvpool_master.core.segments import Space
+from kvpool_master.core.snapshot import PoolCounters
+from kvpool_master.core.spans import Span, Tree
+
+
+class Adopter:
+    """Puts strands into trees that have an index."""
+
+    def __init__(self, forest: Forest, space: Space, counters: PoolCounters, epoch: int, start_ms: int) -> None:
+        self._forest = forest
+        self._space = space
+        self._counters = counters
+        self._epoch = epoch
+        self._start_ms = start_ms
+
+    def adopt(self, tree: Tree, handle: int, parts: tuple[int, int], strand: Strand) -> int:
+        """Take what the directory lacks of a strand whose slots are claimed; returns how many blocks gave something."""
+        mask = (1 << parts[1]) - (1 << parts[0])
+        offset = 0
+        rows: list[bytes] = []
+        for blocks, first, stride, stamp in strand.extents:
+            rows.append(ex.pack(offset, blocks, handle, first, *parts, stride, stamp))
+            offset += blocks
+        packed = b"".join(rows)
+        age = self._age(max(stamp for _, _, _, stamp in strand.extents))
+        plan = self._plan(tree, strand)
+        tree.counters.conflicts += plan.conflict
+        after = plan.after
+        changed: list[Span] = []
+        end = taken = 0
+        for region in plan.regions:
+            if region.joins:
+                assert region.span is not None
+                link(end_of(self._forest, tree, after, plan.lead), region.span)
+            end = region.offset + region.blocks
+            here, packed = (packed, b"") if end == offset else ex.split(packed, region.blocks)
+            span = region.span
+            if span is None:
+                keys = strand.keys[region.offset * tree.key_bytes : end * tree.key_bytes]
+                span = new_span(end_of(self._forest, tree, after, plan.lead), keys, age)
+            wanted = mask & ~span.have & ~span.writing
+            if wanted:
+                if region.span is not None:
+                    span = self._forest.isolate(span, region.start, region.blocks)
+                self._fill(span, here, mask, wanted)
+                changed.append(span)
+                taken += region.blocks
+                after = (span, region.blocks)
+            else:
+                self._space.give(ex.records(here), tree.slot_bytes)
+                after = (span, region.start + region.blocks)
+        self._space.give(ex.records(packed), tree.slot_bytes)
+        for span in changed:
+            if span.parent is not None and not span.writers:
+                self._forest.changed(span)
+        return taken
+
+    def _plan(self, tree: Tree, strand: Strand) -> Plan:
+        plan = plan_put(tree, strand.parent, strand.keys)
+        while self._forest.retiring and any(
+            region.span is not None and self._forest.lose_retired(region.span) for region in plan.regions
+        ):
+            plan = plan_put(tree, strand.parent, strand.keys)
+        return plan
+
+    def _fill(self, span: Span, packed: bytes, mask: int, wanted: int) -> None:
+        """Parts of `wanted` are complete now; `packed` has those of `mask`, and what is not wanted of it is free."""
+        tree = span.tree
+        if wanted != mask:
+            surplus, rows = ex.without_parts(packed, wanted)
+            self._space.give(ex.records(surplus), tree.slot_bytes)
+            packed = ex.ordered(rows)
+        new = not span.extents
+        span.extents = packed if new else ex.ordered([*ex.records(span.extents), *ex.records(packed)])
+        self._space.enlist(span, packed, new=new)
+        span.queued = False  # it may lie in other segments now, whose heaps do not hold it yet
+        tree.bytes += span.blocks * wanted.bit_count() * tree.slot_bytes
+        if self._forest.complete(span, wanted):
+            self._counters.recovered_blocks += span.blocks
+
+    def _age(self, stamp: int) -> int:
+        """As if its epoch had begun so many ms before ours as the epochs, which are seconds, are apart."""
+        began_ms = max(0, self._start_ms - 1000 * (self._epoch - (stamp >> 32)))
+        return min((began_ms << AGE_SHIFT) + (stamp & 0xFFFFFFFF), self._forest.next_age())
+
+
+def alive(strand: Strand, dead: int, key_bytes: int) -> Iterator[tuple[Strand | None, int]]:
+    """The parts of a strand with stamps above `dead`: (strand, blocks); (None, blocks) for what lies between them."""
+    if min(strand.extents, key=itemgetter(3))[3] > dead:
+        yield strand, len(strand.keys) // key_bytes
+        return
+    at = 0
+    parent = strand.parent
+    kept: list[tuple[int, int, int, int]] = []
+    start = 0
+
+    def cut(end: int) -> Iterable[tuple[Strand | None, int]]:
+        """What was kept since `start`, up to block `end`."""
+        if kept:
+            yield Strand(parent, strand.keys[start * key_bytes : end * key_bytes], tuple(kept)), end - start
+
+    for extent in strand.extents:
+        if extent[3] > dead:
+            kept.append(extent)
+            at += extent[0]
+            continue
+        yield from cut(at)
+        kept = []
+        yield None, extent[0]
+        at += extent[0]
+        start = at
+        parent = strand.keys[(at - 1) * key_bytes : at * key_bytes]
+    yield from cut(at)

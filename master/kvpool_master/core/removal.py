@@ -1,0 +1,65 @@
+"""Blocks that go by an operator's word, or since their bytes are bad: out of sight at once, and for good.
+
+Rules
+  - What was taken out leaves a hole; its headers on the nodes are cleared (clearing.py), so that no inventory brings it
+    back. Nodes that cannot be told now are named.
+  - Blocks being written are left alone.
+"""
+
+from __future__ import annotations
+
+from kvpool_master.core import extents as ex
+from kvpool_master.core import messages as m
+from kvpool_master.core.clearing import Clearing
+from kvpool_master.core.directory import walk
+from kvpool_master.core.forest import Forest
+from kvpool_master.core.liveness import Liveness
+from kvpool_master.core.messages import GoneReason
+from kvpool_master.core.segments import Space
+from kvpool_master.core.spans import Span, Tree
+
+
+class Removal:
+    """Takes blocks out. tree: of the command's namespace, in which its chain is well formed."""
+
+    def __init__(self, space: Space, forest: Forest, liveness: Liveness, clearing: Clearing) -> None:
+        self._space = space
+        self._forest = forest
+        self._liveness = liveness
+        self._clearing = clearing
+
+    def remove(self, command: m.Remove, tree: Tree) -> m.Removed:
+        """See messages."""
+        found = walk(tree, command.chain, command.skip)
+        base = found.base  # where in the chain the span's first block would stand
+        todo: list[tuple[Span, int, int]] = []
+        for span in found.path:
+            low, high = max(0, command.skip - base), min(span.blocks, found.matched - base)
+            base += span.blocks
+            if low < high and span.have and not span.writers:
+                todo.append((span, low, high - low))
+        rows: list[ex.Record] = []
+        for span, low, blocks in reversed(todo):
+            rows += self._forest.take_out(self._forest.isolate(span, low, blocks), GoneReason.REMOVED)
+        return self._removed(sum(blocks for _, _, blocks in todo), rows, tree)
+
+    def _removed(self, blocks: int, rows: list[ex.Record], tree: Tree) -> m.Removed:
+        """The headers of what was taken out must go; who cannot be told now is named."""
+        effects = self._clearing.start(rows, tree.slot_bytes)
+        nodes = sorted({self._space.segments[row[2]].node for row in rows})
+        away = tuple(name for name in nodes if name not in self._liveness.nodes or not self._liveness.nodes[name].up)
+        return m.Removed(blocks, away, tuple(effects))
+
+    def block_bad(self, command: m.BlockBad, tree: Tree) -> m.Removed:
+        """See messages."""
+        total = len(command.chain) // tree.key_bytes
+        found = walk(tree, command.chain, total - 1)
+        if found.matched < total:
+            return m.Removed(0)
+        span = found.path[-1]
+        at = total - 1 - found.base - sum([before.blocks for before in found.path[:-1]])
+        stamps = {row[7] for row in ex.records(span.extents) if row[0] <= at < row[0] + row[1]}
+        if command.stamp not in stamps or not span.have or span.writers:
+            return m.Removed(0)
+        rows = self._forest.take_out(self._forest.isolate(span, at, 1), GoneReason.BAD_BYTES)
+        return self._removed(1, rows, tree)

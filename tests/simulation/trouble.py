@@ -1,0 +1,146 @@
+"""What goes wrong: kills, stops longer than every deadline, clean stops, partitions, broken streams, set clocks.
+
+Each kind is a method of Trouble; a profile says how often each is drawn. Who was killed is started again soon, or late.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Final
+
+from simulation.hub import MS, Process
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+Profile = dict[str, int]
+ALL: Final[Profile] = {
+    "kill_worker": 12,
+    "stop_worker": 14,
+    "kill_node": 10,
+    "stop_node": 6,
+    "leave_node": 4,
+    "discard_node": 2,
+    "kill_master": 10,
+    "leave_master": 4,
+    "stop_master": 6,
+    "lose_state": 2,
+    "cut_off": 7,
+    "break_streams": 7,
+    "set_clock": 8,
+}
+SECOND_US: Final = 1_000 * MS
+NAP_PERMILLE: Final = 1.5
+"""How often a worker is stopped in the middle of a copy."""
+
+
+class Trouble:
+    """Brings trouble to a world until calm() is called."""
+
+    def __init__(self, world: World, profile: Profile) -> None:
+        self._world = world
+        self._hub = world.hub
+        self._rng = world.hub.rng
+        self._profile = profile
+        self._calm = False
+
+    def start(self, period_us: int) -> None:
+        """Something goes wrong about every period_us."""
+        if not self._calm and self._profile:
+            self._hub.at(int(self._rng.expovariate(1 / period_us)), lambda: self._strike(period_us))
+
+    def calm(self) -> None:
+        """Nothing goes wrong any more."""
+        self._calm = True
+
+    def interrupt(self) -> None:
+        """The running thread is in the middle of a copy: it may lose the processor, or its process be stopped."""
+        thread = self._hub.thread
+        assert thread is not None
+        if not self._calm and "stop_worker" in self._profile and self._hub.chance(NAP_PERMILLE):
+            self._world.checkers.seen.add("trouble: stopped while copying")
+            self._stop(thread.process)
+            self._hub.sleep(0)
+        self._hub.breathe()
+
+    def _strike(self, period_us: int) -> None:
+        if not self._calm:
+            name = self._rng.choices(list(self._profile), list(self._profile.values()))[0]
+            self._world.checkers.seen.add(f"trouble: {name}")
+            getattr(self, name)()
+            self.start(period_us)
+
+    def _while_us(self) -> int:
+        """How long something lasts: mostly short, at times longer than every deadline."""
+        return int(SECOND_US * self._rng.choice((0.05, 0.3, 1.2, 2.5, 5, 9, 14, 30)))
+
+    def _stop(self, process: Process) -> None:
+        process.stop()
+        self._hub.at(self._while_us(), process.go_on)
+
+    def kill_worker(self) -> None:
+        """SIGKILL to a worker."""
+        workers = self._world.live_workers()
+        if workers:
+            self._rng.choice(workers).process.end("SIGKILL")
+
+    def stop_worker(self) -> None:
+        """SIGSTOP to a worker, SIGCONT later."""
+        workers = self._world.live_workers()
+        if workers:
+            self._stop(self._rng.choice(workers).process)
+
+    def kill_node(self) -> None:
+        """SIGKILL to a node client."""
+        self._world.nodes[self._rng.choice(self._world.machines)].process.end("SIGKILL")
+
+    def stop_node(self) -> None:
+        """SIGSTOP to a node client."""
+        self._stop(self._world.nodes[self._rng.choice(self._world.machines)].process)
+
+    def leave_node(self) -> None:
+        """A clean stop that keeps the segment file."""
+        self._world.nodes[self._rng.choice(self._world.machines)].stop_cleanly(discard=False)
+
+    def discard_node(self) -> None:
+        """A clean stop that removes the segment file."""
+        name = self._rng.choice(self._world.machines)
+        self._world.discard(name)
+
+    def kill_master(self) -> None:
+        """SIGKILL to the Master."""
+        if self._world.master is not None:
+            self._world.master.process.end("SIGKILL")
+
+    def leave_master(self) -> None:
+        """A clean stop of the Master."""
+        if self._world.master is not None:
+            self._world.master.stop_cleanly()
+
+    def stop_master(self) -> None:
+        """SIGSTOP to the Master."""
+        if self._world.master is not None:
+            self._stop(self._world.master.process)
+
+    def lose_state(self) -> None:
+        """The Master dies, and its state directory with it."""
+        self.kill_master()
+        shutil.rmtree(self._world.state_dir, ignore_errors=True)
+        self._hub.note("the state directory is lost")
+
+    def cut_off(self) -> None:
+        """A machine does not reach the Master for a while."""
+        machine = self._rng.choice(self._world.machines)
+        self._world.network.cut_off(machine)
+        self._hub.at(self._while_us(), lambda: self._world.network.mend(machine))
+
+    def break_streams(self) -> None:
+        """A machine's connections break."""
+        self._world.network.break_streams(self._rng.choice(self._world.machines), "connection reset")
+
+    def set_clock(self) -> None:
+        """Somebody sets a wall clock, forth or back."""
+        machine = self._rng.choice([*self._world.machines, "master"])
+        step_s = self._rng.choice((-86_400.0, -30.0, -2.0, 2.0, 30.0, 3_600.0))
+        self._world.clocks[machine].wall_step_s += step_s
+        self._hub.note(f"the wall clock of {machine} is set by {step_s} s")
