@@ -56,7 +56,8 @@ def _report(context: Context, spec: NamespaceSpec, hit: Hit, bad: Run) -> None:
 
     def report() -> None:
         """Send it and count whether the block was bad."""
-        confirmed = context.link.report_bad(block, bad.segment.handle, bad.slot, spec.slot_bytes)
+        where = (bad.segment.epoch_of_handle, bad.segment.handle, bad.slot)
+        confirmed = context.link.report_bad(block, *where, spec.slot_bytes)
         context.counters.confirmed_bad(confirmed)
 
     context.background.submit(report)

@@ -70,7 +70,8 @@ class LocalClient:
             if not welcome.worker_id or len(fds) != len(welcome.segments):
                 raise ProtocolError(f"{len(fds)} descriptors for {len(welcome.segments)} segments")
             segments.extend(  # one by one: what is mapped when the next fails is closed below
-                AttachedSegment(fds.pop(0), told.handle, told.size_bytes, told.slab_bytes) for told in welcome.segments
+                AttachedSegment(fds.pop(0), told.handle, told.size_bytes, told.slab_bytes, welcome.epoch)
+                for told in welcome.segments
             )
         except BaseException as error:
             for segment in segments:
@@ -82,12 +83,12 @@ class LocalClient:
             _close_all(fds)
         return Welcome(welcome.node_id, welcome.incarnation, welcome.epoch, welcome.worker_id, tuple(segments))
 
-    def report_bad(self, block: pb.BadBlock, segment: int, slot: int, slot_bytes: int) -> bool:
-        """Let the node client check a part of a block again. segment: its handle.
+    def report_bad(self, block: pb.BadBlock, epoch: int, segment: int, slot: int, slot_bytes: int) -> bool:
+        """Let the node client check a part of a block again. segment: its handle within `epoch`.
 
         True: it is bad, and the Master has been told or will be. Raises MessageTooLarge for a chain over 1 MiB.
         """
-        request = pb.LocalBadBlock(block=block, segment=segment, slot=slot, slot_bytes=slot_bytes)
+        request = pb.LocalBadBlock(block=block, segment=segment, slot=slot, slot_bytes=slot_bytes, epoch=epoch)
         reply, fds = self._call(pb.LocalRequest(bad_block=request))
         _close_all(fds)
         return reply.bad_confirmed

@@ -170,12 +170,14 @@ class Node:
     def report_bad(self, complaint: pb.LocalBadBlock) -> bool:
         """Look at a slot that a worker complains about; if it is bad (True), the Master will be told.
 
-        Raises UnknownSegment, ProtocolError.
+        A handle of another epoch means nothing (False). Raises UnknownSegment, ProtocolError.
         """
         block = complaint.block
         if not block.chain or len(block.namespace_id) != 16:
             raise ProtocolError("a bad block has a chain and a namespace id of 16 bytes")
         with self._lock:
+            if complaint.epoch != self._epoch:
+                return False
             segment = self._segment(complaint.segment)
         bad = block_is_bad(segment, block, complaint.slot, complaint.slot_bytes)
         self.blocks_checked_total += 1

@@ -128,9 +128,9 @@ class NodeLink:
             raise SegmentElsewhere(f"segments {sorted(handles)} of epoch {epoch} are not all mapped here")
         return found
 
-    def report_bad(self, block: pb.BadBlock, segment: int, slot: int, slot_bytes: int) -> bool:
+    def report_bad(self, block: pb.BadBlock, epoch: int, segment: int, slot: int, slot_bytes: int) -> bool:
         """Let the node client look at a block again. True: it found it bad, too."""
-        return bool(self._ask(lambda: self._client.report_bad(block, segment, slot, slot_bytes)))
+        return bool(self._ask(lambda: self._client.report_bad(block, epoch, segment, slot, slot_bytes)))
 
     def report_use(self, take: Callable[[], pb.LocalUse]) -> None:
         """Tell the node client what this worker did, for its metrics; what it does not answer is lost to them."""

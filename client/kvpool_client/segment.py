@@ -220,18 +220,19 @@ class SegmentMap:
 
 
 class AttachedSegment(SegmentMap):
-    """A worker's mapping of a segment. handle: what extents call it.
+    """A worker's mapping of a segment. handle: what extents of that epoch call it.
 
     Takes over `fd`, whatever happens, and closes it: the mapping keeps the file and the worker's lock alive.
     Raises ProtocolError if the file is not the segment described.
     """
 
-    def __init__(self, fd: int, handle: int, size_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, fd: int, handle: int, size_bytes: int, slab_bytes: int, epoch: int = 0) -> None:
         try:
             super().__init__(fd, size_bytes, slab_bytes)
         finally:
             os.close(fd)  # the mapping has a duplicate of its own
         self.handle = handle
+        self.epoch_of_handle = epoch
         try:
             found = self.superblock
             if (found.size_bytes, found.slab_bytes) != (size_bytes, slab_bytes):

@@ -18,6 +18,7 @@ from kvpool_master.core.messages import (
     AskWorkers,
     BindSlab,
     BlockBad,
+    Bury,
     ClearSlots,
     Command,
     InventoryEnd,
@@ -32,7 +33,7 @@ from kvpool_master.core.messages import (
     Strand,
     WorkerGone,
 )
-from kvpool_master.sessions import Bury, Order
+from kvpool_master.sessions import Order
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import BadRequest, StaleInventory
 
@@ -85,7 +86,7 @@ def orders_to_message(orders: Sequence[Order], epoch: int) -> pb.SessionDown:
                 del down.ask_workers[:]
                 down.ask_workers.extend(order.workers)
             case Bury():
-                down.tombstones.extend(tombstones_to_message([order]))
+                down.tombstones.extend(tombstones_to_message([(order.namespace, order.stamp)]))
             case _:
                 down.bypass.CopyFrom(bypass_to_message(order.bits))
     return down

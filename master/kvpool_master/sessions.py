@@ -22,6 +22,7 @@ from kvpool_master.core.messages import (
     AskInventory,
     AskWorkers,
     BindSlab,
+    Bury,
     ClearSlots,
     Effect,
     Remember,
@@ -35,13 +36,6 @@ ORDERS_MAX = 65_536
 """Unanswered orders of one node."""
 ROWS_PER_MESSAGE = 4_096
 """Some 100 KB of orders: far below any message limit. An order counts as one row and one for each of its runs."""
-
-
-class Bury(NamedTuple):
-    """Forget what a namespace held up to this stamp."""
-
-    namespace: bytes
-    stamp: int
 
 
 class SetBypass(NamedTuple):
@@ -199,6 +193,9 @@ class Sessions:
         """Hand orders to their nodes; end the sessions of nodes that were given up."""
         for effect in effects:
             if isinstance(effect, Remember):
+                continue
+            if isinstance(effect, Bury):
+                self.tell_all(effect)
                 continue
             node = self._nodes.get(effect.node)
             if node is None:

@@ -21,7 +21,7 @@ from kvpool_master.core.messages import Command, Effect, Remember, SessionLost, 
 from kvpool_master.core.snapshot import Snapshot
 from kvpool_master.logs import Log
 from kvpool_master.metrics import RPC_BOUNDS_S, Histogram
-from kvpool_master.sessions import Bury, Session, Sessions, SetBypass
+from kvpool_master.sessions import Session, Sessions, SetBypass
 from kvpool_master.state import EPOCH_MAX, Start, State, StateError
 from kvpool_proto.errors import BadRequest, Stopping, UnknownNode
 
@@ -113,9 +113,6 @@ class Shell:
         news = [effect for effect in effects if isinstance(effect, Remember)]
         if news:
             self._write(lambda: self._state.remember(news))
-            for one in news:
-                if one.tombstone is not None:
-                    self.sessions.tell_all(Bury(*one.tombstone))
         self.sessions.carry_out(effects)
 
     def snapshot(self) -> Snapshot:

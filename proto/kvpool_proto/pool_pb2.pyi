@@ -1673,9 +1673,12 @@ class LocalBadBlock(google.protobuf.message.Message):
     SEGMENT_FIELD_NUMBER: builtins.int
     SLOT_FIELD_NUMBER: builtins.int
     SLOT_BYTES_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     segment: builtins.int
     slot: builtins.int
     slot_bytes: builtins.int
+    epoch: builtins.int
+    """within which the segment's handle means something"""
     @property
     def block(self) -> Global___BadBlock: ...
     def __init__(
@@ -1685,9 +1688,10 @@ class LocalBadBlock(google.protobuf.message.Message):
         segment: builtins.int = ...,
         slot: builtins.int = ...,
         slot_bytes: builtins.int = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["block", b"block"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block", b"block", "segment", b"segment", "slot", b"slot", "slot_bytes", b"slot_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block", b"block", "epoch", b"epoch", "segment", b"segment", "slot", b"slot", "slot_bytes", b"slot_bytes"]) -> None: ...
 
 Global___LocalBadBlock: typing_extensions.TypeAlias = LocalBadBlock
 

@@ -114,20 +114,23 @@ def test_only_really_bad_blocks_are_reported(
     nodes_double.order(pb.BindSlab(segment=100, slab=1, slot_bytes=SLOT))
     nodes_double.wait(lambda: bound(nodes_double))
     welcome = local_client.hello("w")
-    slot = slots_per_slab(SLAB, SLOT) + 1
+    slot, epoch = slots_per_slab(SLAB, SLOT) + 1, welcome.epoch
     block = store(welcome.segments[0], slot, b"payload")
-    assert local_client.report_bad(block, 100, slot, SLOT) is False
+    assert local_client.report_bad(block, epoch, 100, slot, SLOT) is False
     welcome.segments[0].slots(slot, 1, SLOT)[0, 0] ^= 1
-    assert local_client.report_bad(block, 100, slot, SLOT) is True
+    assert local_client.report_bad(block, epoch - 1, 100, slot, SLOT) is False
+    assert local_client.report_bad(block, epoch, 100, slot, SLOT) is True
     assert nodes_double.wait(lambda: [bad for message in nodes_double.heard for bad in message.bad_blocks]) == [block]
     assert (node_daemon.node.blocks_checked_total, node_daemon.node.blocks_bad_total) == (2, 1)
     with pytest.raises(UnknownSegment):
-        local_client.report_bad(block, 999, slot, SLOT)
+        local_client.report_bad(block, epoch, 999, slot, SLOT)
     with pytest.raises(ProtocolError):
-        local_client.report_bad(block, 100, 1 << 31, SLOT)
+        local_client.report_bad(block, epoch, 100, 1 << 31, SLOT)
     with pytest.raises(ProtocolError):
-        local_client.report_bad(pb.BadBlock(), 100, slot, SLOT)
+        local_client.report_bad(pb.BadBlock(), epoch, 100, slot, SLOT)
     with pytest.raises(MessageTooLarge):
-        local_client.report_bad(pb.BadBlock(namespace_id=b"n" * 16, chain=bytes(FRAME_BYTES_MAX)), 100, slot, SLOT)
+        local_client.report_bad(
+            pb.BadBlock(namespace_id=b"n" * 16, chain=bytes(FRAME_BYTES_MAX)), epoch, 100, slot, SLOT
+        )
     for segment in welcome.segments:
         segment.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from integration.master_client import TIMEOUT_S, Client, until
-from integration.pool_worker import SPEC, chain, pattern
+from integration.pool_worker import PART_BYTES, SPEC, chain, pattern
 from integration.processes import MasterProcess, NodeProcess
 from kvpool_client import Contiguous, KVPool
 from kvpool_proto import pool_pb2 as pb
@@ -21,6 +23,8 @@ from kvpool_proto import pool_pb2 as pb
 MIB = 1 << 20
 WORKER = Path(__file__).with_name("pool_worker.py")
 SIZES = ("--segment-bytes", str(32 * MIB), "--slab-bytes", str(4 * MIB), "--node-id", "stack")
+FILES = ("kvpool-stack-0.seg",)
+"""What a clean stop keeps."""
 
 
 @dataclass
@@ -30,6 +34,20 @@ class Stack:
     master: MasterProcess
     node: NodeProcess
     folder: Path
+    kept: Sequence[str] = FILES
+
+    def start_master(self) -> None:
+        """The next life of the Master, at the same address."""
+        self.master = MasterProcess(port=self.master.grpc_port, state_dir=self.master.state_dir)
+
+    def start_node(self, *flags: str) -> None:
+        """The next life of the node client."""
+        self.kept = () if "--discard" in flags else FILES
+        self.node = NodeProcess(self.master.address, self.folder, *SIZES, *flags)
+
+    def files(self) -> tuple[str, ...]:
+        """What lies in the folder of the segments."""
+        return tuple(path.name for path in self.node.segments.iterdir())
 
     def command(self, verb: str, blocks: int, seed: int = 1) -> list[str]:
         words = [self.master.address, self.node.socket_path, verb, str(blocks), str(seed)]
@@ -54,12 +72,11 @@ class Stack:
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    master = MasterProcess()
-    node = NodeProcess(master.address, tmp_path, *SIZES)
-    running = Stack(master, node, tmp_path)
+    master = MasterProcess(state_dir=tmp_path / "state")
+    running = Stack(master, NodeProcess(master.address, tmp_path, *SIZES), tmp_path)
     yield running
     assert running.node.stop() == 0
-    assert list(running.node.segments.iterdir()) == [], "a clean stop leaves nothing behind"
+    assert running.files() == running.kept, "a clean stop keeps its file, unless told to discard it"
     assert running.master.stop() == 0
 
 
@@ -98,7 +115,7 @@ def test_a_worker_killed_between_reserve_and_commit_leaves_nothing_held(stack: S
     assert stack.work("load", 30) == "30  True"
 
 
-def test_a_killed_master_is_a_miss_and_then_found_again(stack: Stack) -> None:
+def test_a_killed_master_is_a_miss_until_its_next_life_has_the_blocks_back(stack: Stack) -> None:
     data = [pattern(20, part, 1) for part in range(2)]
     with KVPool.connect(stack.master.address, stack.node.socket_path, timeout_ms=2_000) as pool:
         space = pool.namespace(SPEC)
@@ -106,21 +123,63 @@ def test_a_killed_master_is_a_miss_and_then_found_again(stack: Stack) -> None:
         stack.master.kill()
         assert space.lookup(chain(20, 1)).blocks == 0
         assert space.store(chain(20, 2), [Contiguous(part) for part in data]).stored_blocks == 0
-        stack.master = MasterProcess(port=stack.master.grpc_port)
-        until(lambda: space.store(chain(20, 1), [Contiguous(part) for part in data]).stored_blocks == 20)
-        assert stack.work("load", 20) == "20  True"
+        stack.start_master()
+        until(lambda: space.peek(chain(20, 1)).blocks == 20)
+        found = [np.zeros_like(part) for part in data]
+        with space.lookup(chain(20, 1)) as hit:
+            assert space.load(hit, [Contiguous(part) for part in found], part=range(2)).blocks == 20
+        assert all(np.array_equal(a, b) for a, b in zip(found, data, strict=True))
 
 
-def test_a_killed_node_client_is_a_miss_and_its_successor_cleans_up(stack: Stack) -> None:
+def test_a_killed_node_client_is_a_miss_until_its_next_life_has_the_blocks_back(stack: Stack) -> None:
     assert stack.work("store", 20) == "20"
     stack.node.kill()
-    until(lambda: stack.segment().used_bytes == 0 or stack.work("load", 20).startswith("0 "))
-    assert stack.work("load", 20).split()[0] == "0"
-    stack.node = NodeProcess(stack.master.address, stack.folder, *SIZES)
-    assert stack.node.event("stale_segment_removed") or any("stale" in line for line in stack.node.lines)
-    assert stack.work("store", 20) == "20"
+    until(lambda: stack.work("load", 20).split()[0] == "0")
+    stack.start_node()
+    assert stack.node.event("segment_opened")["adopted"]
     assert stack.work("load", 20) == "20  True"
+    assert stack.work("store", 30) == "10"
+    assert stack.work("load", 30) == "30  True"
     stack.segment()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_all_gone_at_once_and_everything_is_back(stack: Stack, killed: bool) -> None:
+    assert stack.work("store", 20) == "20"
+    for process in (stack.node, stack.master):
+        assert (process.kill if killed else process.stop)() == (-signal.SIGKILL if killed else 0)
+    assert stack.files() == FILES
+    stack.start_master()
+    stack.start_node()
+    until(lambda: stack.work("load", 20) == "20  True")
+    stack.segment()
+
+
+def test_what_is_discarded_is_gone(stack: Stack) -> None:
+    assert stack.work("store", 20) == "20"
+    assert stack.node.stop() == 0
+    stack.start_node("--discard")
+    assert stack.work("load", 20) == "20  True"
+    assert stack.node.stop() == 0
+    assert stack.files() == ()
+    stack.start_node("--discard")
+    assert stack.work("load", 20) == "0 unknown_key True"
+
+
+def test_bytes_that_rot_are_a_miss_and_then_replaced(stack: Stack) -> None:
+    """The planted fault: one byte of one stored block changes under the readers."""
+    assert stack.work("store", 20) == "20"
+    rotten = pattern(20, 1, 1)[12].tobytes()
+    with (
+        (stack.node.segments / FILES[0]).open("r+b") as file,
+        mmap.mmap(file.fileno(), 0) as memory,
+    ):
+        at = memory.find(rotten)
+        memory[at + PART_BYTES // 2] ^= 1
+    assert stack.work("load", 20) == "12 verify_failed True"
+    until(lambda: stack.work("load", 20) == "12 hole True")
+    assert stack.work("store", 20) == "1"
+    assert stack.work("load", 20) == "20  True"
 
 
 def test_the_example_of_the_readme(stack: Stack) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 if os.environ.get("PYTHONHASHSEED") != "0":
@@ -22,7 +23,7 @@ from simulation.faults import FAULTS
 from simulation.hub import SimulationFailure
 from simulation.run import Outcome, simulate
 from simulation.trouble import ALL
-from simulation.world import Plan
+from simulation.world import SETTINGS, Plan
 
 
 def main() -> int:
@@ -50,7 +51,12 @@ def one_seed(seed: int, fault: str | None, only: str, verbose: bool) -> tuple[in
     planted = FAULTS[fault] if fault else None
     plan = Plan(profile=chosen)
     if planted is not None:
-        plan = Plan(profile=planted.profile, operations=planted.operations, trouble_us=planted.trouble_us)
+        plan = Plan(
+            profile=planted.profile,
+            operations=planted.operations,
+            trouble_us=planted.trouble_us,
+            settings=replace(SETTINGS, **planted.settings),
+        )
     options = "".join(f" --{name} {value}" for name, value in (("fault", fault), ("only", only)) if value)
     try:
         return seed, simulate(seed, plan, fault=planted and planted.plant, options=options, verbose=verbose)

@@ -107,6 +107,7 @@ class Checkers:
         """A worker has a hit; dead_before: self.dead before it asked."""
         self.seen.add("hit blocks", hit.blocks)
         places = _places_of_hit(hit)
+        dead_before = min(dead_before, self.dead.get(namespace, 0))
         for place in places:
             if place.stamp <= dead_before:
                 self._hub.fail(f"a purged block is hit: block {place.block} of {hit!r} has stamp {place.stamp:#x}")
@@ -148,7 +149,10 @@ class Checkers:
             for index in range(run.blocks)
         ]
         thread.facts["piece"] = piece
-        late = self._late(thread, marking=bool(int(headers["state"][0]) == WRITING))
+        marking = int(headers["state"][0]) == WRITING
+        late = self._late(thread, marking=marking)
+        if late:
+            self.seen.add("late marks" if marking else "late commits")
         for (pages, _), header, former in zip(piece, headers, before, strict=True):
             self._put(thread, pages, header, late)
             if late and int(former["state"]) == COMMITTED and former["stamp"] != header["stamp"]:
@@ -157,9 +161,9 @@ class Checkers:
     def _put(self, thread: Thread, pages: list[Page], header: Any, late: bool) -> None:
         stamp, state, block = int(header["stamp"]), int(header["state"]), (header["namespace"].tobytes(), _key(header))
         for page in pages:
-            self._touch(thread, page, stamp, late, f"puts state {state}, stamp {stamp:#x}")
+            self._touch(thread, page, stamp, late, f"puts state {state}, stamp {stamp:#x}", marking=state == WRITING)
             claim = self.claims.get(page)
-            if state == WRITING and (claim is None or claim.stamp == stamp or not claim.holds()):
+            if state == WRITING and (claim is None or claim.stamp <= stamp):
                 term = thread.facts["term"][0]
                 clock = self._world.clocks[thread.process.machine]
                 self.claims[page] = Claim(thread, stamp, block, clock, term.deadline_ms)
@@ -177,16 +181,19 @@ class Checkers:
             for page in pages:
                 self._touch(thread, page, stamp, late, f"copies under stamp {stamp:#x}")
 
-    def _touch(self, thread: Thread, page: Page, stamp: int, late: bool, what: str) -> None:
-        """A writer touches a page: fail if it is another's, unless the writer is late and may be."""
+    def _touch(
+        self, thread: Thread, page: Page, stamp: int, late: bool, what: str, *, marking: bool = False
+    ) -> None:
+        """A writer touches a page: fail if it is another's, unless the writer is late and may be.
+
+        A late writer's marks alone do no harm to one who is still writing: it has the last word on its headers.
+        """
         claim = self.claims.get(page)
-        theirs = claim is not None and claim.stamp != stamp
-        if theirs and late:
-            assert claim is not None
-            self._spoil(claim.block)
         whose = ""
-        if theirs and claim is not None and (claim.holds() or claim.stamp > stamp):
+        if claim is not None and (claim.stamp > stamp or (claim.stamp < stamp and claim.holds())):
             whose = f"it is {claim.thread.label}'s under stamp {claim.stamp:#x}"
+            if late and not (marking and claim.holds()):
+                self._spoil(claim.block)
         for hold in self.holds:
             if page in hold.pages and hold.runs():
                 whose = f"{hold.process.name} leases it ({hold.hit!r})"

@@ -18,8 +18,13 @@ from simulation.trouble import Profile
 WRITERS: Final = ("while it is", "is bound anew while")
 LEASE: Final = ("leases it", "under a lease")
 WORKERS: Final[Profile] = {"stop_worker": 10, "kill_worker": 2}
+LATE: Final[Profile] = {"kill_master": 1, "stop_worker": 4, "set_clock": 4}
 MASTERS: Final[Profile] = {"kill_master": 6, "stop_worker": 8, "set_clock": 6}
 NODES: Final[Profile] = {"kill_master": 3, "kill_node": 4, "leave_node": 2, "cut_off": 3}
+LONG_QUARANTINE: Final = {"quarantine_ms": 40_000}
+"""So that writers may sleep for long and must still be waited for."""
+FILLING: Final = {"read": 20, "store": 60, "purge": 8}
+"""So that free slots are empty ones: what a header says of a block comes back with an inventory."""
 PURGES: Final = {"read": 50, "store": 44, "purge": 6}
 
 
@@ -28,6 +33,7 @@ class Fault:
     """One of them. why: the rule that was broken. caught: parts of what a checker may say.
 
     profile, trouble_us: the trouble in which it shows soonest, and about how often. operations: what workers do.
+    settings: of the core, where they matter.
     """
 
     why: str
@@ -36,6 +42,7 @@ class Fault:
     profile: Profile = field(default_factory=lambda: dict(WORKERS))
     operations: dict[str, int] = field(default_factory=lambda: dict(OPERATIONS))
     trouble_us: int = 1_500_000
+    settings: dict[str, int] = field(default_factory=dict)
 
 
 FAULTS: Final[dict[str, Fault]] = {
@@ -67,7 +74,7 @@ FAULTS: Final[dict[str, Fault]] = {
         why="a writer looks at its deadline before each piece", caught=WRITERS, plant=running.no_deadline
     ),
     "commits-count-twice": Fault(
-        why="a commit is a running total", caught=("LOST", *WRITERS, *LEASE), plant=running.count_twice
+        why="a commit is a running total", caught=("LOST", "NOT SOUND", *WRITERS, *LEASE), plant=running.count_twice
     ),
     "stall-not-compensated": Fault(
         why="a Master that was late expires nobody for it",
@@ -77,7 +84,7 @@ FAULTS: Final[dict[str, Fault]] = {
     ),
     "slabs-bound-carelessly": Fault(
         why="a slab that is bound anew has an empty table and a new generation",
-        caught=("LOST",),
+        caught=("LOST", "NOT SOUND"),
         plant=running.rebind_carelessly,
         profile=MASTERS,
     ),
@@ -109,18 +116,15 @@ FAULTS: Final[dict[str, Fault]] = {
     ),
     "writers-ignore-epochs": Fault(
         why="a writer looks at the epoch once more after its marks", caught=WRITERS,
-        plant=recovery.ignore_newer_epochs, profile=MASTERS,
+        plant=recovery.ignore_newer_epochs, profile=LATE, settings=LONG_QUARANTINE, operations=FILLING,
     ),
     "inventory-hides-writers": Fault(
         why="slots being written are reported, and wait for their writers", caught=WRITERS,
-        plant=recovery.hide_writers, profile=MASTERS,
+        plant=recovery.hide_writers, profile=MASTERS, settings=LONG_QUARANTINE,
     ),
     "inventory-loses-blocks": Fault(
         why="every committed block on a living node is found after a restart", caught=("LOST",),
         plant=recovery.lose_blocks, profile=NODES,
-    ),
-    "inventory-of-any-number": Fault(
-        why="only the newest inventory counts", caught=("",), plant=recovery.take_older_inventories, profile=NODES
     ),
     "epochs-not-compared": Fault(
         why="nodes obey only the highest epoch seen; a Master that meets a higher one moves above it (two lines)",

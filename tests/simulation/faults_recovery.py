@@ -87,19 +87,6 @@ def lose_blocks(patches: Patches) -> None:
     patches.set(inventory, "_not_dead", lambda found, dead: not_dead(found, dead)[1:])
 
 
-def take_older_inventories(patches: Patches) -> None:
-    """Whatever an inventory's number, it counts, and it counts to segments that are in use."""
-    reporting: Callable[..., Any] = Intake._reporting
-
-    def any_number(intake: Intake, command: Any, now_ms: int) -> Any:
-        """Intake._reporting."""
-        node = intake._liveness.nodes.get(command.node)
-        number = node.inventory.number if node is not None and node.inventory is not None else command.number
-        return reporting(intake, replace(command, number=number, incarnation=node.incarnation if node else 0), now_ms)
-
-    patches.set(Intake, "_reporting", any_number)
-
-
 def compare_no_epochs(patches: Patches) -> None:
     """A Master does not look at the epochs that nodes have seen, and nodes obey whatever comes."""
     registered: Callable[..., Any] = Session._registered

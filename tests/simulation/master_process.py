@@ -25,6 +25,7 @@ class MasterProcess:
 
     def __init__(self, network: Network, clock: MachineClock, settings: Settings, state_dir: Path, log: Any) -> None:
         self.hub: Hub = network.hub
+        self.born_us = network.hub.now_us
         self._network = network
         self.process = Process(self.hub, "master", "master")
         self.loop = Loop(self.hub, self.process)

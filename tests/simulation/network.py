@@ -135,7 +135,7 @@ class Call:
             return
         network.carry(self.process.machine, self._arrive)
         if hub.chance(network.manners.twice):
-            network.carry(self.process.machine, self._arrive, hub.rng.randrange(4_000 * MS))
+            network.carry(self.process.machine, self._again, hub.rng.randrange(4_000 * MS))
 
     def reply(self, status: Status, payload: bytes) -> None:
         """The Master's answer, or the word that its connection broke, on its way back."""
@@ -143,6 +143,10 @@ class Call:
             self._network.hub.note(f"the reply to {self.path} is lost")
             return
         self._network.carry(self.process.machine, lambda: self._close(status, payload))
+
+    def _again(self) -> None:
+        self._network.hub.note(f"{self.path} of {self.process.name} arrives again")
+        self._arrive()
 
     def _arrive(self) -> None:
         hub, master = self._network.hub, self._network.listener

@@ -31,7 +31,10 @@ ALL: Final[Profile] = {
 }
 SECOND_US: Final = 1_000 * MS
 NAP_PERMILLE: Final = 1.5
-"""How often a worker is stopped in the middle of a copy."""
+"""How often a worker is stopped in the middle of a copy; more often while the Master is away or new."""
+NAPS_MORE: Final = 10
+BEFORE_MARKS_PERMILLE: Final = 3
+"""How often the worst moment for a writer is chosen."""
 
 
 class Trouble:
@@ -57,11 +60,25 @@ class Trouble:
         """The running thread is in the middle of a copy: it may lose the processor, or its process be stopped."""
         thread = self._hub.thread
         assert thread is not None
-        if not self._calm and "stop_worker" in self._profile and self._hub.chance(NAP_PERMILLE):
+        master = self._world.master
+        fresh = master is None or self._hub.now_us - master.born_us < 2 * SECOND_US < self._hub.now_us
+        often = NAP_PERMILLE * (NAPS_MORE if fresh else 1)
+        if not self._calm and "stop_worker" in self._profile and self._hub.chance(often):
             self._world.checkers.seen.add("trouble: stopped while copying")
             self._stop(thread.process)
             self._hub.sleep(0)
         self._hub.breathe()
+
+    def before_marks(self) -> None:
+        """A writer has looked, and is about to mark: now the Master may die, and the writer sleep through the graces."""
+        thread = self._hub.thread
+        assert thread is not None
+        if not self._calm and "kill_master" in self._profile and self._hub.chance(BEFORE_MARKS_PERMILLE):
+            self._world.checkers.seen.add("trouble: killed before marks")
+            self.kill_master()
+            thread.process.stop()
+            self._hub.at(int(SECOND_US * self._rng.choice((3.5, 4.5, 5.5, 7))), thread.process.go_on)
+            self._hub.sleep(0)
 
     def _strike(self, period_us: int) -> None:
         if not self._calm:
@@ -72,7 +89,7 @@ class Trouble:
 
     def _while_us(self) -> int:
         """How long something lasts: mostly short, at times longer than every deadline."""
-        return int(SECOND_US * self._rng.choice((0.05, 0.3, 1.2, 2.5, 5, 9, 14, 30)))
+        return int(SECOND_US * self._rng.choice((0.05, 0.3, 1.2, 2.5, 4, 5, 6.5, 9, 14, 30)))
 
     def _stop(self, process: Process) -> None:
         process.stop()
@@ -123,8 +140,9 @@ class Trouble:
             self._stop(self._world.master.process)
 
     def lose_state(self) -> None:
-        """The Master dies, and its state directory with it."""
+        """The Master dies, and its state directory with it: purges that some node has not heard of are forgotten."""
         self.kill_master()
+        self._world.checkers.dead.clear()
         shutil.rmtree(self._world.state_dir, ignore_errors=True)
         self._hub.note("the state directory is lost")
 

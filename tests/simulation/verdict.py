@@ -1,8 +1,9 @@
 """What must be true in the end, when everybody is well again and all is quiet.
 
 Rules checked here
-  - Every block whose store was answered as whole is found, with its bytes, unless the core said why it went, it was
-    removed or purged by somebody, its file was discarded, or a writer that slept too long spoiled it.
+  - Every block whose store was answered as whole is found, unless the core said why it went, it was removed or purged
+    by somebody, its file was discarded, or a writer that slept too long spoiled it.
+  - Every block of the directory has its bytes, unless it was spoiled.
   - No lease, reservation, quarantine or deferred byte is left.
   - The pool works: on every node a fresh chain can be stored and read back (world.py asks for that).
 """
@@ -16,6 +17,7 @@ import xxhash
 
 from kvpool_client.headers import COMMITTED, slot_checks
 from kvpool_master.core import extents as ex
+from kvpool_master.core import invariants
 from kvpool_master.core.messages import Peek, Reason
 from kvpool_proto.namespace import NamespaceSpec
 from simulation.facts import Place, bytes_of, keys_of, places_of
@@ -63,9 +65,8 @@ class Promises:
             if len(promise.parts) < promise.spec.parts:
                 continue
             world.checkers.seen.add("promised blocks")
-            found, reason, rows = self._peek(promise)
+            found, reason = self._peek(promise)
             if found:
-                self._sound((namespace, key), promise, rows)
                 world.checkers.seen.add("promises kept")
                 continue
             missing.add((namespace, key))
@@ -79,11 +80,11 @@ class Promises:
                 )
                 return
 
-    def _peek(self, promise: Promise) -> tuple[bool, Reason, bytes]:
+    def _peek(self, promise: Promise) -> tuple[bool, Reason]:
         spec, core = promise.spec, self._world.core
         skip = len(promise.chain) // spec.key_bytes - 1
         peeked = core.apply(Peek(spec.id, promise.chain, skip), core._now_ms)
-        return peeked.blocks == 1, peeked.reason, peeked.extents
+        return peeked.blocks == 1, peeked.reason
 
     def _excuse(self, block: tuple[bytes, bytes], promise: Promise) -> str:
         """Why a block may be gone; empty: it may not."""
@@ -103,16 +104,18 @@ class Promises:
             return "discarded"
         return ""
 
-    def _sound(self, block: tuple[bytes, bytes], promise: Promise, rows: bytes) -> None:
-        """Fail unless the bytes in the slots are right, or the block was spoiled."""
-        spec, world = promise.spec, self._world
-        places = places_of((row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7]) for row in ex.records(rows))
-        for place in places:
-            wrong = self._wrong(spec, block[1], place)
-            if wrong and block not in world.checkers.spoiled:
-                world.hub.fail(
-                    f"LOST: the core has {place} of {spec.model} block {promise.chain[-4:].hex()}, but {wrong}"
-                )
+    def sound(self) -> None:
+        """Fail unless every block of the directory has its bytes in its slots, or was spoiled."""
+        world = self._world
+        for namespace in world.core.namespaces.values():
+            for span in invariants._spans(namespace.tree):
+                keys = keys_of(span.keys, namespace.spec.key_bytes)
+                for place in places_of(ex.records(span.extents)):
+                    block = (namespace.spec.id, keys[place.block])
+                    wrong = self._wrong(namespace.spec, block[1], place) if span.have >> place.part & 1 else ""
+                    world.checkers.seen.add("blocks looked at in the end")
+                    if wrong and block not in world.checkers.spoiled:
+                        world.hub.fail(f"NOT SOUND: the core has {place} of {namespace.spec.model}, but {wrong}")
 
     def _wrong(self, spec: NamespaceSpec, key: bytes, place: Place) -> str:
         segment = self._world.segment(place.segment)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvpool_client import transfer
-from kvpool_client.headers import Array
+from kvpool_client.headers import WRITING, Array
 from kvpool_client.owned_segment import OwnedSegment
 from kvpool_client.runs import headers_of
 from kvpool_client.transfer import LocalEngine, Term
@@ -52,6 +52,8 @@ def _watch_writers(patches: Patches, hub: Hub, checkers: Checkers, trouble: Trou
     def put_headers(runs: list[Any], headers: Array, slot_bytes: int) -> None:
         """transfer.put_headers, perhaps after a while, at times half first."""
         trouble.interrupt()
+        if int(headers["state"][0]) == WRITING:
+            trouble.before_marks()
         before = headers_of(runs, slot_bytes)
         checkers.putting(runs, headers, before, slot_bytes)
         if hub.chance(TORN_PERMILLE):
@@ -60,6 +62,7 @@ def _watch_writers(patches: Patches, hub: Hub, checkers: Checkers, trouble: Trou
             raw[:, :HALF_HEADER_BYTES] = half[:, :HALF_HEADER_BYTES]
             put(runs, torn, slot_bytes)
             hub.sleep(hub.rng.randrange(2_000))
+            checkers.putting(runs, headers, headers_of(runs, slot_bytes), slot_bytes)
         put(runs, headers, slot_bytes)
 
     def term_ended(term: Term, runs: Any) -> str:

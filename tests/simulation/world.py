@@ -114,6 +114,7 @@ class World:
         fresh = self._fresh_workers()
         self._must(self._quiet, QUIET_US, lambda: f"it does not come to rest: {self._unrest()}")
         self.promises.kept()
+        self.promises.sound()
         self.core.check_invariants()
         self._works(fresh)
 

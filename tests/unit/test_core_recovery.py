@@ -185,7 +185,8 @@ def test_a_purge_is_for_ever_also_for_what_is_away() -> None:
     world.put(chain("abc"))
     file = files_of(world.pool)["n"]
     purged = world.do(m.Purge(world.namespace))
-    assert purged.effects == (m.Remember(tombstone=(world.namespace, purged.stamp)),)
+    told = m.Bury(world.namespace, purged.stamp)
+    assert purged.effects == (m.Remember(tombstone=(world.namespace, purged.stamp)), told)
     world.put(chain("xyz"))
     file.held += files_of(world.pool)["n"].held
     restart(world)

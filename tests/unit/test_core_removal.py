@@ -94,11 +94,14 @@ def test_removed_blocks_hide_at_once_and_free_when_the_leases_of_then_have_ended
     world = World()
     world.put(chain("abcdef"))
     world.lookup(chain("abcdef"), lease="before")
-    assert world.do(m.Remove(world.namespace, chain("abcd"), 2)).blocks == 2
+    assert world.do(m.Remove(world.namespace, chain("abcd"), 2)) == m.Removed(2, ("n",)), "not to be cleared yet"
     assert world.peek(chain("abcdef")).reason is Reason.HOLE
     assert (world.hit(chain("abcdef")), world.hit(chain("abcdef"), 4), world.used_slots) == (2, 2, 6)
     world.lookup(chain("ab"), lease="after")
+    world.tick()
+    assert world.used_slots == 6
     world.release("before")
+    world.tick()
     assert world.used_slots == 4
     assert world.put(chain("abcdef")).runs[1] == m.Run(2, 2, 0, 1, m.RunState.YOURS), "just the hole"
     assert world.hit(chain("abcdef")) == 6
@@ -246,3 +249,15 @@ def test_a_removal_names_the_nodes_that_are_away() -> None:
     world.put(chain("abcd"))
     world.do(m.SessionLost("n", 1))
     assert world.do(m.Remove(world.namespace, chain("abcd"), 2)).nodes_away == ("n",)
+
+
+def test_a_purge_is_told_to_the_nodes_when_the_leases_of_then_have_ended() -> None:
+    world = World()
+    world.put(chain("ab"))
+    world.lookup(chain("ab"))
+    purged = world.do(m.Purge(world.namespace))
+    assert purged.effects == (m.Remember(tombstone=(world.namespace, purged.stamp)),)
+    assert world.tick().effects == ()
+    world.release("lease")
+    assert world.tick().effects == (m.Bury(world.namespace, purged.stamp),)
+    assert world.tick().effects == ()

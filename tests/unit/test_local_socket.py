@@ -62,7 +62,7 @@ def test_a_connection_that_dropped_is_made_again(listener: socket.socket, tmp_pa
     for _ in range(2):
         server = threading.Thread(target=answer, args=(listener, pb.LocalReply(bad_confirmed=True)))
         server.start()
-        assert client.report_bad(pb.BadBlock(), 1, 2, 4096)
+        assert client.report_bad(pb.BadBlock(), 7, 1, 2, 4096)
         server.join()
     client.close()
 

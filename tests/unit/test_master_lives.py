@@ -221,7 +221,7 @@ def test_grants_of_another_epoch_are_refused_and_those_of_ours_are_not() -> None
 
 
 def test_a_purge_is_told_to_every_node_also_to_one_whose_session_opens_later() -> None:
-    purged = m.Purged(4, 9, (m.Remember(tombstone=(ID, 9)),))
+    purged = m.Purged(4, 9, (m.Remember(tombstone=(ID, 9)), m.Bury(ID, 9)))
     core = ScriptedCore({m.Register: m.Registered((8,)), m.Purge: purged})
     told = [pb.Tombstone(namespace_id=ID, stamp=9)]
 

@@ -11,13 +11,14 @@ from kvpool_master.core.messages import (
     AskInventory,
     AskWorkers,
     BindSlab,
+    Bury,
     ClearSlots,
     Remember,
     Retire,
     SlabBound,
     SlotsCleared,
 )
-from kvpool_master.sessions import Bury, Sessions, SetBypass
+from kvpool_master.sessions import Sessions, SetBypass
 from kvpool_proto.errors import UnknownNode
 from unit.master_double import play
 

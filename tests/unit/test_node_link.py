@@ -111,7 +111,7 @@ def world() -> World:
 
 USE = pb.LocalUse(namespaces=[pb.NamespaceUse(lookups=1)])
 AWAY = Unreachable("no answer")
-BAD = (pb.BadBlock(), 1, 0, 4096)
+BAD = (pb.BadBlock(), 7, 1, 0, 4096)
 
 # -- a node client that does not answer ----------------------------------------------------------------
 

@@ -57,6 +57,14 @@ class ClearSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class Bury:
+    """Tell every node to make slots FREE whose headers show a stamp of the namespace up to this one."""
+
+    namespace: bytes
+    stamp: int
+
+
+@dataclass(frozen=True, slots=True)
 class Remember:
     """Write to durable memory before the command that this is an effect of is answered (see memory.py).
 
@@ -70,4 +78,4 @@ class Remember:
     node_gone: str = ""
 
 
-Effect = BindSlab | Retire | AskInventory | AskWorkers | ClearSlots | Remember
+Effect = BindSlab | Retire | AskInventory | AskWorkers | ClearSlots | Bury | Remember

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from kvpool_master.core.effects import AskInventory as AskInventory
 from kvpool_master.core.effects import AskWorkers as AskWorkers
 from kvpool_master.core.effects import BindSlab as BindSlab
+from kvpool_master.core.effects import Bury as Bury
 from kvpool_master.core.effects import ClearSlots as ClearSlots
 from kvpool_master.core.effects import Effect as Effect
 from kvpool_master.core.effects import Remember as Remember
@@ -259,7 +260,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """nodes_away: nodes that hold headers of the removed blocks and cannot be told now to clear them."""
+    """nodes_away: those with headers of the removed blocks that are not told yet: away, or read under leases."""
 
     blocks: int
     nodes_away: tuple[str, ...] = ()

@@ -324,7 +324,8 @@ class Pool:
         namespace.tree = Tree(namespace.spec, command.namespace, namespace.counters)
         self.recovery.opened(namespace.tree)
         stamp = self.tombstones[command.namespace] = self.puts.stamp
-        return m.Purged(blocks, stamp, (m.Remember(tombstone=(command.namespace, stamp)),))
+        orders = self.clearing.bury(command.namespace, stamp)
+        return m.Purged(blocks, stamp, (m.Remember(tombstone=(command.namespace, stamp)), *orders))
 
     # -- nodes and time
 
@@ -354,6 +355,7 @@ class Pool:
             self.recovery.stalled(delay_ms)
         effects = self.members.tick(self._slot_sizes(), now_ms)
         effects += self.recovery.tick(now_ms)
+        effects += self.clearing.due()
         self.writes.sweep(now_ms)
         self.strays.sweep(now_ms)
         self.leases.sweep(now_ms)

@@ -2,7 +2,7 @@
 
 Rules
   - What was taken out leaves a hole; its headers on the nodes are cleared (clearing.py), so that no inventory brings it
-    back. Nodes that cannot be told now are named.
+    back. Nodes that cannot be told yet are named.
   - Blocks being written are left alone.
 """
 
@@ -45,10 +45,14 @@ class Removal:
 
     def _removed(self, blocks: int, rows: list[ex.Record], tree: Tree) -> m.Removed:
         """The headers of what was taken out must go; who cannot be told now is named."""
-        effects = self._clearing.start(rows, tree.slot_bytes)
         nodes = sorted({self._space.segments[row[2]].node for row in rows})
-        away = tuple(name for name in nodes if name not in self._liveness.nodes or not self._liveness.nodes[name].up)
+        effects = self._clearing.clear(rows, tree.slot_bytes)
+        away = tuple(name for name in nodes if self._clearing.waits(name) or not self._up(name))
         return m.Removed(blocks, away, tuple(effects))
+
+    def _up(self, name: str) -> bool:
+        node = self._liveness.nodes.get(name)
+        return node is not None and node.up
 
     def block_bad(self, command: m.BlockBad, tree: Tree) -> m.Removed:
         """See messages."""
