@@ -6,7 +6,7 @@ TORCH ?=
 PY := .venv/bin/python
 export PYTHON TORCH
 
-.PHONY: help demo run test check format lint types imports drift bench fuzz proto clean
+.PHONY: help demo run test check format lint types imports drift bench fuzz simulate proto clean
 
 help:
 	@echo "make demo    a real model through the pool: installs, starts Master and node client, shows every request"
@@ -14,6 +14,7 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make check   format, lint, types, import rules, stub drift, then the tests"
 	@echo "make bench   the figures of docs/benchmarks.md, as a table and as bench.json"
+	@echo "make simulate  whole pools in trouble, each from a seed (SEEDS=1000 FIRST=1, or SEED=17 to replay one)"
 	@echo "make fuzz    the core against the naive model, longer than the tests do (KVPOOL_FUZZ_EXAMPLES=2000)"
 
 demo:
@@ -74,6 +75,9 @@ bench: .dev
 
 fuzz: .dev
 	KVPOOL_FUZZ_EXAMPLES=$${KVPOOL_FUZZ_EXAMPLES:-2000} $(PY) -m pytest tests/property --timeout 0
+
+simulate: .dev
+	cd tests && PYTHONHASHSEED=0 ../$(PY) -m simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200) --first $(or $(FIRST),1) --jobs 2)
 
 clean:
 	rm -rf .venv .venv-proto .cache .pytest_cache .ruff_cache .hypothesis bench.json

@@ -31,17 +31,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--seeds", type=int, default=20, help="how many, from --first on")
-    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--first", type=int, help="1, or where a planted fault was caught soon")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--only", default="", help="trouble of these kinds only, with commas between (trouble.py)")
     parser.add_argument("--fault", choices=sorted(FAULTS), help="plant this one: some seed has to fail")
     parser.add_argument("-v", "--verbose", action="store_true", help="print every event")
     given = parser.parse_args()
-    seeds = [given.seed] if given.seed is not None else list(range(given.first, given.first + given.seeds))
+    first = given.first or (FAULTS[given.fault].first if given.fault else 1)
+    seeds = [given.seed] if given.seed is not None else list(range(first, first + given.seeds))
     run = partial(one_seed, fault=given.fault, only=given.only, verbose=given.verbose)
     if given.jobs > 1:
-        with ProcessPoolExecutor(given.jobs) as pool:
+        pool = ProcessPoolExecutor(given.jobs)
+        try:
             return report(pool.map(run, seeds), given.fault)
+        finally:
+            pool.shutdown(cancel_futures=True)
     return report(map(run, seeds), given.fault)
 
 

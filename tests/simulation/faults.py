@@ -33,7 +33,7 @@ class Fault:
     """One of them. why: the rule that was broken. caught: parts of what a checker may say.
 
     profile, trouble_us: the trouble in which it shows soonest, and about how often. operations: what workers do.
-    settings: of the core, where they matter.
+    settings: of the core, where they matter. first: the seed to begin with, since it caught it once.
     """
 
     why: str
@@ -43,6 +43,7 @@ class Fault:
     operations: dict[str, int] = field(default_factory=lambda: dict(OPERATIONS))
     trouble_us: int = 1_500_000
     settings: dict[str, int] = field(default_factory=dict)
+    first: int = 1
 
 
 FAULTS: Final[dict[str, Fault]] = {
@@ -101,7 +102,7 @@ FAULTS: Final[dict[str, Fault]] = {
         why="each life of the Master has an epoch of its own, above all before",
         caught=("",),
         plant=recovery.epoch_of_the_wall,
-        profile=MASTERS,
+        profile={"wake_in_the_past": 4, "stop_worker": 4},
     ),
     "tombstones-not-kept": Fault(
         why="a purge is for ever", caught=("purged",), plant=recovery.forget_tombstones, profile=NODES,

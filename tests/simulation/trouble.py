@@ -27,7 +27,8 @@ ALL: Final[Profile] = {
     "lose_state": 2,
     "cut_off": 7,
     "break_streams": 7,
-    "set_clock": 8,
+    "set_clock": 7,
+    "wake_in_the_past": 3,
 }
 SECOND_US: Final = 1_000 * MS
 NAP_PERMILLE: Final = 1.5
@@ -145,6 +146,12 @@ class Trouble:
         self._world.checkers.dead.clear()
         shutil.rmtree(self._world.state_dir, ignore_errors=True)
         self._hub.note("the state directory is lost")
+
+    def wake_in_the_past(self) -> None:
+        """The Master's machine breaks down, and comes up with its clock at the second that is the present epoch."""
+        if self._world.core is not None:
+            self._world.wake_wall_s = self._world.core.epoch + 0.5
+            self.kill_master()
 
     def cut_off(self) -> None:
         """A machine does not reach the Master for a while."""

@@ -77,6 +77,8 @@ class World:
         self.settings = plan.settings
         self.state_dir = directory / "state"
         self.enough = False
+        self.wake_wall_s: float | None = None
+        """What the Master's wall clock says at its next start."""
         self.discarded: set[int] = set()
         """Inodes of files that were removed on purpose."""
         rng = hub.rng
@@ -199,6 +201,9 @@ class World:
 
     def _start_master(self) -> None:
         self.state_dir.mkdir(exist_ok=True)
+        if self.wake_wall_s is not None:
+            self.clocks["master"].wall_step_s += self.wake_wall_s - self.clocks["master"].wall_s()
+            self.wake_wall_s = None
         master = self.master = MasterProcess(
             self.network, self.clocks["master"], self.settings, self.state_dir, self._log
         )

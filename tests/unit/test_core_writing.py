@@ -7,6 +7,7 @@ import pytest
 from kvpool_master.core import extents as ex
 from kvpool_master.core import messages as m
 from kvpool_master.core.messages import Reason, RunState
+from kvpool_master.core.segments import LIST_SLACK
 from kvpool_proto.errors import (
     BadRequest,
     CommitTooLarge,
@@ -314,3 +315,14 @@ def test_committing_in_steps_over_a_slab_border_keeps_runs_within_slabs() -> Non
         world.commit("r", total)
     found = ex.extents(world.lookup(chain("abcdefgh")).extents)
     assert sorted((one.first_slot, one.blocks) for one in found) == [(0, 4), (4, 4)]
+
+
+def test_a_span_that_is_joined_while_its_slabs_list_is_swept_stays_in_the_list() -> None:
+    """Found by the simulation (seed 1): the list was swept before the span had what it was listed for."""
+    world = World(slots=128, slabs=2)
+    world.put(chain(range(126)))
+    world.put(chain("pq"))  # the first slab is full
+    for number in range(LIST_SLACK - 1):
+        world.put(chain([1000 + number]))
+    world.put(chain("pqr"))  # listed once as a new span, once as a part of its parent, which is one too many
+    assert world.hit(chain("pqr")) == 3

@@ -84,8 +84,9 @@ class Forest:
 
     def _join(self, span: Span) -> None:
         (child,) = span.kids()
-        self._space.enlist(span, child.extents)
+        packed = child.extents
         join_child(span, partial(self._space.slab_slots, span.tree.slot_bytes))
+        self._space.enlist(span, packed)
         span.queued = False
         self.settle(span)
 
