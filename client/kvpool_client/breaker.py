@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 BACKOFF_FIRST_MS: Final = 100
-BACKOFF_MAX_MS: Final = 3_000
+BACKOFF_MAX_MS: Final = 1_000
 
 
 class Backoff:

@@ -143,8 +143,9 @@ class World:
     def end(self, *parts: str, kind: str = "end") -> None:
         """kill: at once. end: cleanly, which has to succeed."""
         for part in parts:
-            process = self.running.pop(part)
+            process = self.running[part]
             code = process.kill() if kind == "kill" else process.stop()
+            del self.running[part]
             self._note(f"{part} {kind}: {code}")
             self._former.append((part, process.lines))
             assert code == (-signal.SIGKILL if kind == "kill" else 0), f"{part} ended with {code}"

@@ -243,5 +243,5 @@ def told(world: World) -> Iterator[None]:
     """A failure says how to repeat it and what happened."""
     try:
         yield
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:  # the latter: its time is over
         raise AssertionError(f"{error}\n{world.story()}") from error

@@ -181,9 +181,7 @@ class Checkers:
             for page in pages:
                 self._touch(thread, page, stamp, late, f"copies under stamp {stamp:#x}")
 
-    def _touch(
-        self, thread: Thread, page: Page, stamp: int, late: bool, what: str, *, marking: bool = False
-    ) -> None:
+    def _touch(self, thread: Thread, page: Page, stamp: int, late: bool, what: str, *, marking: bool = False) -> None:
         """A writer touches a page: fail if it is another's, unless the writer is late and may be.
 
         A late writer's marks alone do no harm to one who is still writing: it has the last word on its headers.

@@ -51,11 +51,13 @@ FAULTS: Final[dict[str, Fault]] = {
         why="headers before and after the copy, and checksums, make a doubt a miss",
         caught=("WRONG BYTES",),
         plant=running.read_blindly,
+        first=17,
     ),
     "readers-check-before-only": Fault(
         why="a slot may be written during the copy, when the lease ran out meanwhile",
         caught=("WRONG BYTES",),
         plant=running.no_look_afterwards,
+        first=17,
     ),
     "no-quarantine": Fault(
         why="slots given up without their writer's word wait for it, its end, or the cap",
@@ -72,7 +74,10 @@ FAULTS: Final[dict[str, Fault]] = {
         operations=PURGES,
     ),
     "writers-ignore-deadlines": Fault(
-        why="a writer looks at its deadline before each piece", caught=WRITERS, plant=running.no_deadline
+        why="a writer looks at its deadline before each piece",
+        caught=WRITERS,
+        plant=running.no_deadline,
+        settings={"quarantine_ms": 1_500},
     ),
     "commits-count-twice": Fault(
         why="a commit is a running total", caught=("LOST", "NOT SOUND", *WRITERS, *LEASE), plant=running.count_twice
@@ -88,6 +93,7 @@ FAULTS: Final[dict[str, Fault]] = {
         caught=("LOST", "NOT SOUND"),
         plant=running.rebind_carelessly,
         profile=MASTERS,
+        first=8,
     ),
     "workers-gone-by-silence": Fault(
         why="only the kernel's lock says that a worker is gone", caught=WRITERS, plant=running.gone_by_silence

@@ -71,7 +71,7 @@ class Trouble:
         self._hub.breathe()
 
     def before_marks(self) -> None:
-        """A writer has looked, and is about to mark: now the Master may die, and the writer sleep through the graces."""
+        """A writer has looked and is about to mark: the Master may die now, and the writer sleep through the graces."""
         thread = self._hub.thread
         assert thread is not None
         if not self._calm and "kill_master" in self._profile and self._hub.chance(BEFORE_MARKS_PERMILLE):

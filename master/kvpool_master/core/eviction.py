@@ -14,7 +14,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from kvpool_master.core import extents as ex
-from kvpool_master.core.segments import LIST_SLACK, Leaf, Segment, Space
+from kvpool_master.core.segments import LIST_GROWTH, LIST_SLACK, Leaf, Segment, Space
 from kvpool_master.core.spans import Span
 
 
@@ -35,7 +35,7 @@ def queue_leaf(space: Space, span: Span) -> None:
             heappush(heap, (span.age, span))
             if len(heap) > segment.leaves_max.get(span.tree.slot_bytes, LIST_SLACK):
                 sweep(heap)
-                segment.leaves_max[span.tree.slot_bytes] = 2 * len(heap) + LIST_SLACK
+                segment.leaves_max[span.tree.slot_bytes] = LIST_GROWTH * len(heap) + LIST_SLACK
 
 
 def sweep(heap: list[Leaf]) -> None:

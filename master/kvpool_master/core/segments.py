@@ -31,7 +31,8 @@ Group = tuple[int, int, list["Segment"]]
 """Parts [low, high) and the segments they may go to, best first."""
 
 LIST_SLACK = 64
-"""Idle entries that a slab's list or a heap of leaves may hold before it is swept."""
+LIST_GROWTH = 2
+"""A slab's list, or a heap of leaves, is swept when it has grown so many times, and by so many entries more."""
 
 Evict = Callable[["Segment", int, int], None]
 """Evict (segment, slot bytes, slots wanted)."""
@@ -101,7 +102,7 @@ class Segment:
         if len(spans) > self._slab_spans_max.get(slab, LIST_SLACK):
             if not new:
                 spans[:] = dict.fromkeys([one for one in spans if self.holds(one, slab)])
-            self._slab_spans_max[slab] = 2 * len(spans) + LIST_SLACK
+            self._slab_spans_max[slab] = LIST_GROWTH * len(spans) + LIST_SLACK
 
     def holds(self, span: Span, slab: int) -> bool:
         """Whether a span that is part of a tree has slots in a slab."""
