@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -66,6 +67,8 @@ def one_seed(seed: int, fault: str | None, only: str, verbose: bool) -> tuple[in
         return seed, simulate(seed, plan, fault=planted and planted.plant, options=options, verbose=verbose)
     except SimulationFailure as failure:
         return seed, str(failure)
+    except Exception:
+        return seed, f"the simulation itself failed\n{traceback.format_exc()}"
 
 
 def report(outcomes: Iterator[tuple[int, Outcome | str]], fault: str | None) -> int:

@@ -153,9 +153,10 @@ class Checkers:
         late = self._late(thread, marking=marking)
         if late:
             self.seen.add("late marks" if marking else "late commits")
+        overtaken = late or self._overtaken(thread, marking=marking)
         for (pages, _), header, former in zip(piece, headers, before, strict=True):
             self._put(thread, pages, header, late)
-            if late and int(former["state"]) == COMMITTED and former["stamp"] != header["stamp"]:
+            if overtaken and int(former["state"]) == COMMITTED and former["stamp"] != header["stamp"]:
                 self._spoil((former["namespace"].tobytes(), _key(former)))
 
     def _put(self, thread: Thread, pages: list[Page], header: Any, late: bool) -> None:
@@ -192,9 +193,10 @@ class Checkers:
             whose = f"it is {claim.thread.label}'s under stamp {claim.stamp:#x}"
             if late and not (marking and claim.holds()):
                 self._spoil(claim.block)
-        for hold in self.holds:
-            if page in hold.pages and hold.runs():
-                whose = f"{hold.process.name} leases it ({hold.hit!r})"
+        if not self._overtaken(thread, marking=marking):
+            for hold in self.holds:
+                if page in hold.pages and hold.runs():
+                    whose = f"{hold.process.name} leases it ({hold.hit!r})"
         if whose and not late:
             self._hub.fail(f"{thread.label} {what} on page {page} while {whose}")
 
@@ -210,10 +212,17 @@ class Checkers:
         """
         term, in_time, looked_ms = thread.facts["term"]
         now_ms = self._world.clocks[thread.process.machine].now_ms()
-        core = self._world.core
-        restarted = marking and (core is None or core.epoch != term.epoch)
         slept = now_ms - looked_ms >= self._world.settings.quarantine_ms - 10
-        return in_time and now_ms >= term.deadline_ms and (restarted or slept)
+        return in_time and now_ms >= term.deadline_ms and (slept or self._overtaken(thread, marking=marking))
+
+    def _overtaken(self, thread: Thread, *, marking: bool) -> bool:
+        """Is a writer that looked in time about to mark what a new Master's inventory found unmarked?
+
+        It looks once more and stops; what an inventory brought back there, evicted before, is lost for its marks.
+        """
+        term, in_time, _ = thread.facts["term"]
+        core = self._world.core
+        return marking and in_time and core is not None and core.epoch != term.epoch
 
     def wrote(self) -> None:
         """The running thread's write is over: it copies no more."""

@@ -102,7 +102,8 @@ FAULTS: Final[dict[str, Fault]] = {
         why="after a start nothing is used again before the former epoch's leases and reservations are over",
         caught=(*LEASE, *WRITERS),
         plant=recovery.no_grace,
-        profile=MASTERS,
+        profile={"kill_master": 4, "stop_worker": 6},
+        settings={"lease_min_ms": 6_000, "lease_max_ms": 6_000},
     ),
     "epoch-not-kept": Fault(
         why="each life of the Master has an epoch of its own, above all before",

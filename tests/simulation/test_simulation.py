@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-SEEDS = 60
+SEEDS = 80
 JOBS = 2
 MUST_HAPPEN = (
     "verified blocks",

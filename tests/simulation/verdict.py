@@ -30,11 +30,15 @@ EXCUSES = ("EVICTED", "INCOMPLETE", "REMOVED", "PURGED")
 
 @dataclass(slots=True)
 class Promise:
-    """A block whose store was answered. chain: up to and with it. parts: part -> since when its store went on."""
+    """A block whose store was answered. chain: up to and with it.
+
+    parts: part -> since when its store went on. files: part -> inode of the file that has it.
+    """
 
     spec: NamespaceSpec
     chain: bytes
     parts: dict[int, int] = field(default_factory=dict)
+    files: dict[int, int | None] = field(default_factory=dict)
 
 
 class Promises:
@@ -51,6 +55,7 @@ class Promises:
             promise = self._made.setdefault((spec.id, key), Promise(spec, chain[: (block + 1) * spec.key_bytes]))
             for part in parts:
                 promise.parts[part] = since_us
+                promise.files[part] = self._world.checkers.lies.get((spec.id, key, part))
 
     def removing(self, namespace: bytes, keys: list[bytes]) -> None:
         """Somebody asked to remove them, and may or may not have been heard."""
@@ -100,7 +105,7 @@ class Promises:
             return "spoiled"
         if block in self._removed:
             return "removed"
-        if any(checkers.lies.get((*block, part)) in self._world.discarded for part in promise.parts):
+        if any(inode in self._world.discarded for inode in promise.files.values()):
             return "discarded"
         return ""
 

@@ -142,9 +142,19 @@ class World:
     def _fresh_workers(self) -> list[WorkerProcess]:
         """A new worker on every machine, which opens all namespaces: a Master may have lost its memory of them."""
         workers = [self._new_worker(machine) for machine in self.machines]
+        known: set[str] = set()
         for worker in workers:
-            worker.process.spawn(worker.connect, "check")
-        self._must(lambda: all(worker.spaces for worker in workers), QUIET_US, lambda: "nobody can connect")
+
+            def open_all(worker: WorkerProcess = worker) -> None:
+                """Its main thread."""
+                worker.connect()
+                for space in worker.spaces:
+                    while space.peek(bytes(space.spec.key_bytes)).reason != "unknown_key":
+                        self.hub.sleep(SECOND_US // 5)
+                known.add(worker.machine)
+
+            worker.process.spawn(open_all, "check")
+        self._must(lambda: len(known) == len(workers), QUIET_US, lambda: f"only {known} can ask the Master")
         return workers
 
     def _works(self, workers: list[WorkerProcess]) -> None:

@@ -22,6 +22,8 @@ from kvpool_master.core.segments import Space
 from kvpool_master.core.snapshot import PoolCounters
 from kvpool_master.core.spans import Span, Tree
 
+_STAMP = itemgetter(3)
+
 
 class Adopter:
     """Puts strands into trees that have an index."""
@@ -42,7 +44,7 @@ class Adopter:
             rows.append(ex.pack(offset, blocks, handle, first, *parts, stride, stamp))
             offset += blocks
         packed = b"".join(rows)
-        age = self._age(max(stamp for _, _, _, stamp in strand.extents))
+        age = self._age(max(strand.extents, key=_STAMP)[3])
         plan = self._plan(tree, strand)
         tree.counters.conflicts += plan.conflict
         after = plan.after
@@ -57,7 +59,8 @@ class Adopter:
             span = region.span
             if span is None:
                 keys = strand.keys[region.offset * tree.key_bytes : end * tree.key_bytes]
-                span = new_span(end_of(self._forest, tree, after, plan.lead), keys, age)
+                numbers = plan.numbers[region.offset : end] if plan.numbers is not None else None
+                span = new_span(end_of(self._forest, tree, after, plan.lead), keys, age, numbers)
             wanted = mask & ~span.have & ~span.writing
             if wanted:
                 if region.span is not None:
@@ -90,9 +93,8 @@ class Adopter:
             surplus, rows = ex.without_parts(packed, wanted)
             self._space.give(ex.records(surplus), tree.slot_bytes)
             packed = ex.ordered(rows)
-        new = not span.extents
-        span.extents = packed if new else ex.ordered([*ex.records(span.extents), *ex.records(packed)])
-        self._space.enlist(span, packed, new=new)
+        span.extents = ex.ordered([*ex.records(span.extents), *ex.records(packed)]) if span.extents else packed
+        self._space.enlist(span, packed)
         span.queued = False  # it may lie in other segments now, whose heaps do not hold it yet
         tree.bytes += span.blocks * wanted.bit_count() * tree.slot_bytes
         if self._forest.complete(span, wanted):
@@ -106,7 +108,7 @@ class Adopter:
 
 def alive(strand: Strand, dead: int, key_bytes: int) -> Iterator[tuple[Strand | None, int]]:
     """The parts of a strand with stamps above `dead`: (strand, blocks); (None, blocks) for what lies between them."""
-    if min(strand.extents, key=itemgetter(3))[3] > dead:
+    if min(strand.extents, key=_STAMP)[3] > dead:
         yield strand, len(strand.keys) // key_bytes
         return
     at = 0

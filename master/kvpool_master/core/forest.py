@@ -244,6 +244,7 @@ class Forest:
                 self._dead.popleft()
         while self.retiring and spans_max > 0:
             segment = self.retiring[0]
+            spans_max -= segment.sort(spans_max)
             while segment.slab_spans and spans_max > 0:
                 slab, spans = next(iter(segment.slab_spans.items()))
                 if not spans:
@@ -255,7 +256,7 @@ class Forest:
                     self._lose(span, segment)
                     if segment.holds(span, slab):
                         spans.append(span)
-            if not segment.slab_spans:
+            if not segment.slab_spans and not segment.unsorted:
                 self.retiring.popleft()
                 del self._space.segments[segment.handle]
                 self._space.hidden.discard(segment.handle)

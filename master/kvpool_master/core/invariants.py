@@ -170,12 +170,14 @@ def _check_slots(segment: Segment, held: dict[int, list[tuple[int, int]]]) -> No
 
 
 def _check_enlisted(pool: Pool, live: list[Span]) -> None:
+    unsorted = {segment.handle: set(segment.unsorted) for segment in pool.space.segments.values()}
     for span in live:
         for row in ex.records(span.extents):
             segment = pool.space.segments.get(row[2])
             assert segment is not None, "an extent lies in a segment that is gone"
             slab = row[3] // segment.allocator.runs_of(span.tree.slot_bytes).per_slab
-            assert span in segment.slab_spans.get(slab, ()), "a span that its slab does not know"
+            listed = span in segment.slab_spans.get(slab, ()) or span in unsorted[row[2]]
+            assert listed, "a span that its slab does not know"
             assert segment.holds(span, slab)
 
 

@@ -189,7 +189,10 @@ class Recovery:
         opened: list[Segment] = []
         for node in self._liveness.nodes.values():
             for segment in node.segments:
-                if segment.closed and segment.claims is None and segment.quiet_until_ms <= now_ms:
+                if not segment.closed or segment.claims is not None:
+                    continue
+                segment.sort(self._settings.tick_spans_max)
+                if not segment.unsorted and segment.quiet_until_ms <= now_ms:
                     segment.closed = False
                     opened.append(segment)
         return opened

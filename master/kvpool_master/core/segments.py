@@ -4,7 +4,8 @@ Rules
   - A slot is free, held by an extent of a span, quarantined (given up without its writer's word) or deferred
     (hidden, waiting for the leases of its time to end). Only free slots are handed out.
   - A span is enlisted with every slab that its extents touch, so that a slab can be emptied and a node retired at
-    the cost of what lies there. The lists are lazy: they hold every such span, and some that left since.
+    the cost of what lies there. The lists are lazy: they hold every such span, and some that left since. What comes
+    with an inventory is sorted into them afterwards, in slices.
   - `reserved_bytes` (granted, neither committed nor given up) and `quarantined_bytes` together stay within the
     segment's share for writers.
   - A segment that is hidden gives no hits. That of a retired node stays in the table, hidden, until no span lies in
@@ -60,6 +61,7 @@ class Segment:
         "slab_spans",
         "starved",
         "unclaimed_bytes",
+        "unsorted",
     )
 
     def __init__(self, handle: int, index: int, node: str, allocator: Allocator) -> None:
@@ -74,6 +76,8 @@ class Segment:
         self.slab_spans: dict[int, list[Span]] = {}
         """Per slab: every span that has slots there, and some that had."""
         self._slab_spans_max: dict[int, int] = {}
+        self.unsorted: list[Span] = []
+        """Spans that came with an inventory and are not in the lists of their slabs yet; see sort()."""
         self.starved: set[int] = set()
         """Slot sizes that wanted a slab and found none, since the last Tick."""
         self.evicting = False
@@ -95,14 +99,25 @@ class Segment:
         """Whether a slab holds a slot of that size at all."""
         return slot_bytes + slot_table_bytes(1) <= self.allocator.slab_bytes
 
-    def note(self, slab: int, span: Span, *, new: bool) -> None:
-        """Remember that a span has slots in a slab; what no longer has is swept out now and then, not for new spans."""
+    def note(self, slab: int, span: Span) -> None:
+        """Remember that a span has slots in a slab; what no longer has is swept out now and then."""
         spans = self.slab_spans.setdefault(slab, [])
         spans.append(span)
         if len(spans) > self._slab_spans_max.get(slab, LIST_SLACK):
-            if not new:
-                spans[:] = dict.fromkeys([one for one in spans if self.holds(one, slab)])
+            spans[:] = dict.fromkeys([one for one in spans if self.holds(one, slab)])
             self._slab_spans_max[slab] = LIST_GROWTH * len(spans) + LIST_SLACK
+
+    def sort(self, spans_max: int) -> int:
+        """Put up to so many unsorted spans into the lists of their slabs; returns how many."""
+        done = 0
+        while self.unsorted and done < spans_max:
+            span = self.unsorted.pop()
+            done += 1
+            if span.parent is not None:
+                per_slab = self.allocator.runs_of(span.tree.slot_bytes).per_slab
+                for slab in {row[3] // per_slab for row in ex.records(span.extents) if row[2] == self.handle}:
+                    self.note(slab, span)
+        return done
 
     def holds(self, span: Span, slab: int) -> bool:
         """Whether a span that is part of a tree has slots in a slab."""
@@ -133,15 +148,19 @@ class Space:
         """Slots of a size per slab of a segment."""
         return self.segments[handle].allocator.runs_of(slot_bytes).per_slab
 
-    def enlist(self, span: Span, packed: bytes, *, new: bool = False) -> None:
-        """Note the span, perhaps a new one, in every slab that the extents `packed` touch."""
+    def enlist(self, span: Span, packed: bytes) -> None:
+        """Note the span in every slab that the extents `packed`, which are its own by now, touch."""
         slot_bytes = span.tree.slot_bytes
         for handle in {row[2] for row in ex.records(packed)}:
             segment = self.segments.get(handle)
-            if segment is not None:
-                per_slab = segment.allocator.runs_of(slot_bytes).per_slab
-                for slab in {row[3] // per_slab for row in ex.records(packed) if row[2] == handle}:
-                    segment.note(slab, span, new=new)
+            if segment is None:
+                continue
+            if segment.claims is not None:
+                segment.unsorted.append(span)
+                continue
+            per_slab = segment.allocator.runs_of(slot_bytes).per_slab
+            for slab in {row[3] // per_slab for row in ex.records(packed) if row[2] == handle}:
+                segment.note(slab, span)
 
     # -- slots come back
 

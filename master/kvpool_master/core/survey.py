@@ -90,7 +90,7 @@ def directory_bytes(pool: Pool) -> int:
     sample = [
         span
         for segment in islice(segments, 8)
-        for spans_of_slab in islice(segment.slab_spans.values(), 8)
+        for spans_of_slab in islice([*segment.slab_spans.values(), segment.unsorted], 8)
         for span in islice(spans_of_slab, SAMPLE_SPANS // 64)
     ]
     if sample:
