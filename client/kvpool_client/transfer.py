@@ -53,7 +53,7 @@ SAMPLE_EVERY: Final = 8
 PIECE_BYTES: Final = 32 << 20
 TASK_BYTES: Final = 4 << 20
 """Copied, then hashed, in one go: small enough for the bytes to be in a cache when they are hashed."""
-REPORTED: Final = ("verify_failed", "torn_header", "wrong_block")
+REPORTED: Final = ("verify_failed", "torn_header", "wrong_block", "stale_stamp")
 """Reasons for which the node client is asked to look at the block."""
 PROGRESS_BYTES: Final = 64 << 20
 """A write reports its running total about this often."""

@@ -70,7 +70,8 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    namespace: bytes
+    asked: tuple[bytes, bytes, int]
+    """Namespace, chain, skip."""
     born_ms: int
     deadline_ms: int
     hit: list[Cell]

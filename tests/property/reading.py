@@ -92,9 +92,10 @@ def _lookup(judge: Judge, command: Lookup, answer: Answer) -> None:
     model, now_ms = judge.model, judge.now_ms
     judge.sweep()
     old = model.leases.get(command.lease)
+    asked = (command.namespace, command.chain, command.skip)
     if isinstance(answer, ForeignId):
         assert old is not None
-        assert old.namespace != command.namespace
+        assert old.asked != asked
         return
     early_ms = model.released_early.get(command.lease)
     if isinstance(answer, UnknownLease):
@@ -103,14 +104,17 @@ def _lookup(judge: Judge, command: Lookup, answer: Answer) -> None:
     assert isinstance(answer, Hit), answer
     if early_ms is not None and now_ms < early_ms + model.settings.remember_ms:
         assert not answer.lease_ms, "leased although the release came first"
-    assert old is None or old.namespace == command.namespace or now_ms >= old.deadline_ms, "a foreign lease id"
+    if old is not None and now_ms >= old.deadline_ms:
+        old = None
+    assert old is None or old.asked == asked or old.doubtful, "a foreign lease id"
     if answer.reason is Reason.TOO_MANY_LEASES:
         assert old is None
         assert len(model.leases) >= model.settings.leases_max
         assert not answer.blocks
         return
     cells = _check_hit(judge, command, answer)
-    model.leases.pop(command.lease, None)
+    if old is None or answer.blocks:  # a retry that finds nothing leaves the first answer's lease as it is
+        model.leases.pop(command.lease, None)
     if early_ms is not None and not answer.lease_ms:
         return
     model.released_early.pop(command.lease, None)
@@ -120,7 +124,9 @@ def _lookup(judge: Judge, command: Lookup, answer: Answer) -> None:
         last = model.refs(command.namespace, command.chain)[command.skip + answer.blocks - 1]
         before = [model.blocks[ref] for ref in model.before(last) if ref in model.blocks]
         pinned = cells + [cell for block in before for cell in block.cells()]
-        lease = Lease(command.namespace, now_ms, now_ms + answer.lease_ms, cells, pinned)
+        if old is not None and not old.doubtful:
+            cells, pinned = cells + old.hit, pinned + old.pinned
+        lease = Lease(asked, now_ms, now_ms + answer.lease_ms, cells, pinned)
         model.leases[command.lease] = lease
 
 

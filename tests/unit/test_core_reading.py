@@ -110,15 +110,15 @@ def test_a_lease_is_renewed_up_to_its_maximum_life() -> None:
         world.do(m.Renew(world.ident("lease")), after_ms=1)
 
 
-def test_a_retried_lookup_moves_its_lease() -> None:
-    world = World(slots=6)
+def test_a_lookup_under_the_id_of_another_one_is_refused() -> None:
+    world = World()
     world.put(chain("abcdef"))
     world.lookup(chain("abcdef"))
-    assert world.lookup(chain("ab")).blocks == 2
+    for other, skip in (("ab", 0), ("abcdef", 1), ("zz", 0)):
+        with pytest.raises(ForeignId):
+            world.lookup(chain(other), skip)
+    assert world.lookup(chain("abcdef")).blocks == 6
     assert len(world.pool.leases) == 1
-    assert world.put(chain(range(4))).answered == 4
-    assert world.lookup(chain("zz")).blocks == 0
-    assert len(world.pool.leases) == 0
 
 
 def test_a_release_that_overtakes_its_lookup_is_remembered() -> None:
@@ -187,3 +187,22 @@ def test_a_lease_id_of_another_namespace_is_foreign() -> None:
     namespace = world.do(m.OpenNamespace(other)).namespace
     with pytest.raises(ForeignId):
         world.do(m.Lookup(namespace, chain("ab"), 0, world.ident("lease")))
+
+
+def test_a_lookup_that_comes_twice_keeps_what_its_first_answer_named() -> None:
+    """Found by the simulation: the second answer was shorter, and the first one's blocks were used again."""
+    world = World(slots=4)
+    world.put(chain("abcd"))
+    assert world.lookup(chain("abcd")).blocks == 4
+    world.do(m.Remove(world.namespace, chain("abcd"), 2))
+    assert world.lookup(chain("abcd")).blocks == 2
+    world.tick()
+    assert world.used_slots == 4, "the first answer may still be read"
+    world.do(m.Purge(world.namespace))
+    assert world.lookup(chain("abcd")).blocks == 0
+    world.tick()
+    assert world.used_slots == 4
+    world.release("lease")
+    world.tick()
+    world.tick()
+    assert world.used_slots == 0

@@ -340,3 +340,20 @@ def test_a_returning_node_meets_a_directory_without_an_index() -> None:
 
 def _other(world: World) -> NamespaceSpec:
     return replace(world.spec, model="other", part_bytes=2 * PART_BYTES)
+
+
+def test_a_copy_that_comes_back_stays_although_somebody_writes_the_block_anew() -> None:
+    """Found by the simulation (seed 462): the copy counted as surplus, the writer gave up, and the block was lost."""
+    world = World(slots=8)
+    world.put(chain("abc"), nodes=("n",))
+    file = files_of(world.pool)["n"]
+    restart(world)
+    world.register("n2", 1)
+    assert world.reserve("r", chain("abcd"), nodes=("n2",)).answered == 4
+    report(world, file, *come_back(world))
+    assert world.hit(chain("abcd")) == 3
+    assert world.commit("r", 4) == m.Committed(4, 3)
+    assert world.hit(chain("abcd")) == 4
+    assert world.used_slots == 3 + 3 + 1, "what was written for nothing waits for the writer's word"
+    world.commit("r", 4, final=True)
+    assert world.used_slots == 4

@@ -2,7 +2,8 @@
 
 Rules
   - A strand is planned like a put. What is new is attached where its parent is, or as an orphan; missing parts of known
-    blocks are filled in; parts that are there already, or are being written, are surplus: their slots are free.
+    blocks are filled in, also where somebody is writing them anew; parts that are there already are surplus: their
+    slots are free.
   - Behind a conflict (a key seen after two different parents) all is surplus.
   - What lies on a retired node counts as lost at once, so that a copy that came back takes its place.
   - Ages: a stamp tells in which epoch a block was written, and in which order; so they are old, and in order.
@@ -21,6 +22,7 @@ from kvpool_master.core.messages import Strand
 from kvpool_master.core.segments import Space
 from kvpool_master.core.snapshot import PoolCounters
 from kvpool_master.core.spans import Span, Tree
+from kvpool_master.core.writes import Writes
 
 _STAMP = itemgetter(3)
 
@@ -28,8 +30,11 @@ _STAMP = itemgetter(3)
 class Adopter:
     """Puts strands into trees that have an index."""
 
-    def __init__(self, forest: Forest, space: Space, counters: PoolCounters, epoch: int, start_ms: int) -> None:
+    def __init__(
+        self, forest: Forest, space: Space, writes: Writes, counters: PoolCounters, epoch: int, start_ms: int
+    ) -> None:
         self._forest = forest
+        self._writes = writes
         self._space = space
         self._counters = counters
         self._epoch = epoch
@@ -61,10 +66,11 @@ class Adopter:
                 keys = strand.keys[region.offset * tree.key_bytes : end * tree.key_bytes]
                 numbers = plan.numbers[region.offset : end] if plan.numbers is not None else None
                 span = new_span(end_of(self._forest, tree, after, plan.lead), keys, age, numbers)
-            wanted = mask & ~span.have & ~span.writing
+            wanted = mask & ~span.have
             if wanted:
                 if region.span is not None:
                     span = self._forest.isolate(span, region.start, region.blocks)
+                    self._writes.displace(span, wanted)
                 self._fill(span, here, mask, wanted)
                 changed.append(span)
                 taken += region.blocks

@@ -3,6 +3,7 @@
 Rules
   - A lease pins the deepest block of its hit, which holds all before it. It protects until it is released or has
     expired; a renewal never reaches beyond the maximum life, counted from the first grant.
+  - A lookup that comes again keeps what its first answer was given: the deeper of both pins, and the first number.
   - Leases are numbered in order of grant. Room that was hidden is freed when no lease is alive that is not younger:
     `oldest_number` is the barrier.
   - Deadlines wait in lazy heaps: an entry that no longer tells the truth is dropped or queued again when met.
@@ -27,13 +28,17 @@ NEVER_MS = 1 << 62
 class Lease:
     """Blocks [0, end) of `span`, and all before them, may not be evicted nor reused."""
 
-    __slots__ = ("born_ms", "deadline_ms", "end", "id", "namespace", "number", "span", "term_ms")
+    __slots__ = ("born_ms", "deadline_ms", "depth", "end", "id", "mark", "namespace", "number", "span", "term_ms")
 
-    def __init__(self, lease: bytes, namespace: bytes, span: Span, end: int) -> None:
+    def __init__(self, lease: bytes, namespace: bytes, span: Span, end: int, *, depth: int = 0, mark: int = 0) -> None:
         self.id = lease
         self.namespace = namespace
         self.span = span
         self.end = end
+        self.depth = depth
+        """How many blocks of its chain the deepest one and those before it are."""
+        self.mark = mark
+        """What makes a second lookup with the same id a retry of the first."""
         self.number = 0
         self.born_ms = 0
         self.term_ms = 0
@@ -152,12 +157,13 @@ class LeaseTable:
         """Whether another lease would be one too many."""
         return len(self._live) >= self._settings.leases_max
 
-    def grant(self, lease: Lease, size_bytes: int, now_ms: int, born_ms: int | None) -> int:
-        """Start a lease over `size_bytes`; born_ms of the lease it replaces, if any. Returns its ms."""
+    def grant(self, lease: Lease, size_bytes: int, now_ms: int, old: Lease | None = None) -> int:
+        """Start a lease over `size_bytes`, or another life of `old`: its age, number and place stay. Returns its ms."""
         settings = self._settings
-        self._number += 1
-        lease.number = self._number
-        lease.born_ms = now_ms if born_ms is None else born_ms
+        if old is None:
+            self._number += 1
+        lease.number = self._number if old is None else old.number
+        lease.born_ms = now_ms if old is None else old.born_ms
         term = settings.lease_min_ms + size_bytes // settings.lease_bytes_per_ms
         lease.term_ms = min(term, settings.lease_max_ms)
         lease.pin()

@@ -76,8 +76,8 @@ class Lookup(NamedTuple):
 
     An unknown key ends the run. The first `skip` blocks may be holes; where entry is root they must be known.
     The lease pins only the deepest block hit, which holds all before it; nothing is leased on a miss.
-    A lease id seen before is granted anew (a retry), its old pin goes. Raises UnknownNamespace,
-    KeyLengthMismatch, EmptyChain, ChainTooLong, BadId, ForeignId (the id belongs to another namespace),
+    A lease id seen before (a retry) keeps protecting what its first answer named. Raises UnknownNamespace,
+    KeyLengthMismatch, EmptyChain, ChainTooLong, BadId, ForeignId (the id is that of another lookup),
     UnknownLease (it was released before it was granted).
     """
 

@@ -83,7 +83,7 @@ class Pool:
         self.removal = Removal(self.space, self.forest, self.liveness, self.clearing)
         self.unclaimed = Unclaimed(settings, self.space)
         self.tombstones = dict(memory.tombstones)
-        adopter = Adopter(self.forest, self.space, self.counters, epoch, start_ms)
+        adopter = Adopter(self.forest, self.space, self.writes, self.counters, epoch, start_ms)
         self.intake = Intake(
             self.space, self.liveness, self.strays, self.unclaimed, adopter, self.tombstones, self.counters
         )
@@ -228,8 +228,9 @@ class Pool:
         if len(command.lease) != m.ID_BYTES:
             raise BadId(f"lease_id has {len(command.lease)} bytes: {m.ID_BYTES}")
         old = self.leases.get(command.lease)
-        if old is not None and old.namespace != command.namespace:
-            raise ForeignId("the lease id belongs to another namespace")
+        mark = hash((command.namespace, command.chain, command.skip))
+        if old is not None and old.mark != mark:
+            raise ForeignId("the lease id is that of another lookup")
         if command.lease in self.leases.overtaken:
             raise UnknownLease("the lease was released before it was granted")
         run = self._run(tree, command)
@@ -242,15 +243,16 @@ class Pool:
         if blocks:
             assert run.last is not None
             run.last.touch(run.end, self.forest.next_age())
-            lease = Lease(command.lease, command.namespace, run.last, run.end)
-            if old is not None:
-                self.leases.end(old.id)
+            last, end, depth = run.last, run.end, command.skip + blocks
+            if old is not None and old.depth > depth and old.span.tree is tree:
+                last, end, depth = old.span, old.end, old.depth
+            lease = Lease(command.lease, command.namespace, last, end, depth=depth, mark=mark)
             size = blocks * tree.parts * tree.slot_bytes
-            lease_ms = self.leases.grant(lease, size, now_ms, None if old is None else old.born_ms)
+            lease_ms = self.leases.grant(lease, size, now_ms, old)
             self.counters.leases_granted += 1
             counters.hit_blocks += blocks
-        if old is not None:
-            self._unpin(old, ended=not blocks)
+            if old is not None:
+                self._unpin(old, ended=False)
         if reason:
             counters.short_lookups[reason] = counters.short_lookups.get(reason, 0) + 1
         return m.Hit(blocks, reason, run.extents() if blocks else b"", lease_ms)

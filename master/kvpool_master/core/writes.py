@@ -20,7 +20,7 @@ from kvpool_master.core.messages import Commit, Committed, Reserve, Reserved
 from kvpool_master.core.segments import Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import PoolCounters
-from kvpool_master.core.spans import Piece, Tree, Writer
+from kvpool_master.core.spans import Piece, Span, Tree, Writer
 from kvpool_proto.errors import CommitTooLarge, PartOutOfRange, ReservationEnded, UnknownReservation
 
 
@@ -260,6 +260,21 @@ class Writes:
             self._space.charge(left, slot_bytes, "quarantined_bytes", 1)
             reservation.quarantined += b"".join([ex.pack(*row) for row in left])
             self.quarantine[reservation.id] = reservation
+
+    def displace(self, span: Span, mask: int) -> None:
+        """A complete copy of these parts has come back: who writes them anew does so for nothing, as commit tells."""
+        slot_bytes = span.tree.slot_bytes
+        for piece in list(span.writers or ()):
+            pending = piece.mask & mask
+            if pending:
+                reservation = piece.reservation
+                assert isinstance(reservation, Reservation)
+                rows = self._forest.strip(span, pending)
+                self._space.charge(rows, slot_bytes, "reserved_bytes", -1)
+                self._space.charge(rows, slot_bytes, "quarantined_bytes", 1)
+                reservation.quarantined += b"".join([ex.pack(*row) for row in rows])
+                self.quarantine[reservation.id] = reservation
+                detach_piece(piece, pending, lost=True)
 
     def _leave_quarantine(self, reservation: Reservation, mask: int) -> None:
         """The writer of these parts copies no more."""
