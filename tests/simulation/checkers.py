@@ -86,6 +86,8 @@ class Checkers:
         self.claims: dict[Page, Claim] = {}
         self.inodes: dict[tuple[int, int], int] = {}
         """Epoch and handle -> inode of the segment's file."""
+        self.epoch = 0
+        """The highest epoch of any Master so far."""
         self.stamps: dict[bytes, int] = {}
         """Namespace -> highest stamp given out."""
         self.purged: dict[bytes, int] = {}
@@ -221,8 +223,7 @@ class Checkers:
         It looks once more and stops; what an inventory brought back there, evicted before, is lost for its marks.
         """
         term, in_time, _ = thread.facts["term"]
-        core = self._world.core
-        return marking and in_time and core is not None and core.epoch != term.epoch
+        return bool(marking and in_time and self.epoch > term.epoch)
 
     def wrote(self) -> None:
         """The running thread's write is over: it copies no more."""
@@ -247,6 +248,7 @@ class Checkers:
     def applied(self, pool: Any, command: Any, outcome: Any) -> None:
         """The core carried out a command."""
         self._applied += 1
+        self.epoch = max(self.epoch, pool.epoch)
         self.seen.add(type(command).__name__)
         if isinstance(command, m.Register):
             self._registered(pool, command, outcome)

@@ -10,7 +10,7 @@ from simulation.test_simulation import simulation
 SEEDS_MAX = 40
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 def test_caught(fault: str) -> None:
     done = simulation("--fault", fault, "--seeds", str(SEEDS_MAX))

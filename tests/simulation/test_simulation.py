@@ -41,7 +41,7 @@ def simulation(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_seeds() -> None:
     done = simulation("--seeds", str(SEEDS), "--jobs", str(JOBS))
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
