@@ -12,16 +12,17 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, repeat
 from operator import itemgetter
 
 from kvpool_master.core import extents as ex
-from kvpool_master.core.directory import Plan, plan_put
+from kvpool_master.core.directory import Plan, locate, plan_put
 from kvpool_master.core.forest import AGE_SHIFT, Forest
 from kvpool_master.core.graft import end_of, link, new_span
-from kvpool_master.core.messages import Strand
+from kvpool_master.core.messages import Parent, Strand
 from kvpool_master.core.segments import Space
 from kvpool_master.core.snapshot import PoolCounters
-from kvpool_master.core.spans import Span, Tree
+from kvpool_master.core.spans import Span, Tree, key_numbers
 from kvpool_master.core.writes import Writes
 
 _STAMP = itemgetter(3)
@@ -42,14 +43,49 @@ class Adopter:
 
     def adopt(self, tree: Tree, handle: int, parts: tuple[int, int], strand: Strand) -> int:
         """Take what the directory lacks of a strand whose slots are claimed; returns how many blocks gave something."""
-        mask = (1 << parts[1]) - (1 << parts[0])
-        offset = 0
-        rows: list[bytes] = []
-        for blocks, first, stride, stamp in strand.extents:
-            rows.append(ex.pack(offset, blocks, handle, first, *parts, stride, stamp))
-            offset += blocks
-        packed = b"".join(rows)
+        low, high = parts
+        mask = (1 << high) - (1 << low)
+        offsets = accumulate(strand.extents, lambda offset, extent: offset + extent[0], initial=0)
+        packed = b"".join(
+            [
+                ex.pack(offset, blocks, handle, first, low, high, stride, stamp)
+                for offset, (blocks, first, stride, stamp) in zip(offsets, strand.extents, strict=False)
+            ]
+        )
         age = self._age(max(strand.extents, key=_STAMP)[3])
+        span = self._all_new(tree, strand, age)
+        if span is not None:
+            self._fill(span, packed, mask, mask)
+            self._forest.changed(span)
+            return len(strand.keys) // tree.key_bytes
+        return self._merge(tree, strand, packed, mask, age)
+
+    def _all_new(self, tree: Tree, strand: Strand, age: int) -> Span | None:
+        """A new span for a strand of which the directory knows no block: by far the most. None: it knows some."""
+        index = tree.index
+        assert index is not None
+        after, lead = (tree.root, 0) if strand.parent is Parent.ROOT else None, b""
+        if isinstance(strand.parent, bytes):
+            found = locate(tree, strand.parent)
+            after, lead = ((found[0], found[1] + 1), b"") if found is not None else (None, strand.parent)
+        numbers = list(key_numbers(strand.keys, tree.key_bytes))
+        if index.get(numbers[0]) is not None:
+            return None
+        span = Span(tree, None, strand.keys, age)
+        known = len(index)
+        owners = list(map(index.setdefault, numbers, repeat(span)))
+        if len(index) - known < len(numbers) or (lead and index.get(int.from_bytes(lead)) is span):
+            for number, owner in zip(numbers, owners, strict=True):
+                if owner is span:
+                    index.pop(number, None)
+            return None
+        end_of(self._forest, tree, after, lead).attach(span)
+        tree.spans += 1
+        return span
+
+    def _merge(self, tree: Tree, strand: Strand, packed: bytes, mask: int, age: int) -> int:
+        """Take what the directory lacks of a strand of which it knows some blocks."""
+        offset = len(strand.keys) // tree.key_bytes
         plan = self._plan(tree, strand)
         tree.counters.conflicts += plan.conflict
         after = plan.after
