@@ -38,7 +38,7 @@ from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import BadRequest, StaleInventory
 
 _NUMBER_BITS = 32
-COMMAND_BLOCKS = 512
+COMMAND_BLOCKS = 1024
 
 
 def register_from_message(request: pb.RegisterRequest) -> Register:

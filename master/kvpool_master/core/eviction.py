@@ -28,7 +28,7 @@ def queue_leaf(space: Space, span: Span) -> None:
     if span.queued:
         return
     span.queued = True
-    for handle in {row[2] for row in ex.records(span.extents)}:
+    for handle in ex.segments(span.extents):
         segment = space.segments.get(handle)
         if segment is not None:
             heap = segment.leaves.setdefault(span.tree.slot_bytes, [])

@@ -10,6 +10,7 @@ part_to - part_from, or more after some of them were given up. A span's records 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from struct import Struct
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ RECORD_BYTES = RECORD.size
 pack = RECORD.pack
 records = RECORD.iter_unpack
 """The records of packed extents as plain tuples: the cheapest way through them."""
+
+_SEGMENT = itemgetter(2)
 
 Record = tuple[int, int, int, int, int, int, int, int]
 
@@ -94,6 +97,11 @@ def ordered(rows: list[Record]) -> bytes:
 
 def _place(row: Record) -> tuple[int, int]:
     return row[4], row[0]
+
+
+def segments(packed: bytes) -> set[int]:
+    """The segments in which the runs lie."""
+    return set(map(_SEGMENT, records(packed)))
 
 
 def touches(packed: bytes, segments: set[int]) -> bool:

@@ -113,6 +113,11 @@ class Intake:
         taken = 0
         parts = (command.part_from, command.part_to)
         dead = self._tombstones.get(command.namespace, 0)
+        if not dead:
+            for strand in command.strands:
+                taken += self._adopter.adopt(tree, command.segment, parts, strand)
+            self._counters.surplus_blocks += blocks_of(command) - taken
+            return taken
         self._space.give(rows_of(command, dead), command.slot_bytes)
         for strand in command.strands:
             for piece, blocks in alive(strand, dead, tree.key_bytes):

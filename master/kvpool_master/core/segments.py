@@ -151,7 +151,7 @@ class Space:
     def enlist(self, span: Span, packed: bytes) -> None:
         """Note the span in every slab that the extents `packed`, which are its own by now, touch."""
         slot_bytes = span.tree.slot_bytes
-        for handle in {row[2] for row in ex.records(packed)}:
+        for handle in ex.segments(packed):
             segment = self.segments.get(handle)
             if segment is None:
                 continue
