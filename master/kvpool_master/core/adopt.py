@@ -16,9 +16,9 @@ from itertools import accumulate, repeat
 from operator import itemgetter
 
 from kvpool_master.core import extents as ex
-from kvpool_master.core.directory import Plan, locate, plan_put
+from kvpool_master.core.directory import locate
 from kvpool_master.core.forest import AGE_SHIFT, Forest
-from kvpool_master.core.graft import end_of, link, new_span
+from kvpool_master.core.graft import end_of, link, new_span, plan_alive
 from kvpool_master.core.messages import Parent, Strand
 from kvpool_master.core.segments import Space
 from kvpool_master.core.snapshot import PoolCounters
@@ -86,7 +86,7 @@ class Adopter:
     def _merge(self, tree: Tree, strand: Strand, packed: bytes, mask: int, age: int) -> int:
         """Take what the directory lacks of a strand of which it knows some blocks."""
         offset = len(strand.keys) // tree.key_bytes
-        plan = self._plan(tree, strand)
+        plan = plan_alive(self._forest, tree, strand.parent, strand.keys)
         tree.counters.conflicts += plan.conflict
         after = plan.after
         changed: list[Span] = []
@@ -119,14 +119,6 @@ class Adopter:
             if span.parent is not None and not span.writers:
                 self._forest.changed(span)
         return taken
-
-    def _plan(self, tree: Tree, strand: Strand) -> Plan:
-        plan = plan_put(tree, strand.parent, strand.keys)
-        while self._forest.retiring and any(
-            region.span is not None and self._forest.lose_retired(region.span) for region in plan.regions
-        ):
-            plan = plan_put(tree, strand.parent, strand.keys)
-        return plan
 
     def _fill(self, span: Span, packed: bytes, mask: int, wanted: int) -> None:
         """Parts of `wanted` are complete now; `packed` has those of `mask`, and what is not wanted of it is free."""

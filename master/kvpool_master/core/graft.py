@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from kvpool_master.core.directory import Plan, plan_put
 from kvpool_master.core.forest import Forest
+from kvpool_master.core.messages import Parent
 from kvpool_master.core.spans import Span, Tree
+
+
+def plan_alive(forest: Forest, tree: Tree, parent: Parent | bytes, chain: bytes) -> Plan:
+    """Where the blocks go, now that what lay on retired nodes is known to be lost."""
+    plan = plan_put(tree, parent, chain)
+    while forest.retiring and any(
+        region.span is not None and forest.lose_retired(region.span) for region in plan.regions
+    ):
+        plan = plan_put(tree, parent, chain)
+    return plan
 
 
 def end_of(forest: Forest, tree: Tree, after: tuple[Span, int] | None, lead: bytes) -> Span:

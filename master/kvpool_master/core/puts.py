@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from kvpool_master.core import extents as ex
-from kvpool_master.core.directory import Plan, Region, plan_put
+from kvpool_master.core.directory import Plan, Region
 from kvpool_master.core.evictor import Evictor
 from kvpool_master.core.forest import Forest
-from kvpool_master.core.graft import end_of, link, new_span
+from kvpool_master.core.graft import end_of, link, new_span, plan_alive
 from kvpool_master.core.leases import Lease
 from kvpool_master.core.liveness import Liveness
 from kvpool_master.core.messages import Effect, Reason, Reserve, Reserved, Run, RunState
@@ -74,7 +74,7 @@ class Puts:
         counters.reserves += 1
         if len(self._writes.open) >= self._settings.reservations_max:
             return self._short(tree, Reserved(0, Reason.TOO_MANY_RESERVATIONS, (), b"", 0))
-        plan = self._plan(command, tree)
+        plan = plan_alive(self._forest, tree, command.parent, command.chain)
         counters.conflicts += plan.conflict
         self.stamp += 1
         reservation = Reservation(command, tree, self.stamp)
@@ -93,15 +93,6 @@ class Puts:
         )
         reservation.answer = answer
         return self._short(tree, answer)
-
-    def _plan(self, command: Reserve, tree: Tree) -> Plan:
-        """Where the blocks go, now that what lay on retired nodes is known to be lost."""
-        plan = plan_put(tree, command.parent, command.chain)
-        while self._forest.retiring and any(
-            region.span is not None and self._forest.lose_retired(region.span) for region in plan.regions
-        ):
-            plan = plan_put(tree, command.parent, command.chain)
-        return plan
 
     def _short(self, tree: Tree, answer: Reserved) -> Reserved:
         if answer.reason is not Reason.NONE:
