@@ -77,7 +77,7 @@ fuzz: .dev
 	KVPOOL_FUZZ_EXAMPLES=$${KVPOOL_FUZZ_EXAMPLES:-2000} $(PY) -m pytest tests/property --timeout 0
 
 simulate: .dev
-	cd tests && PYTHONHASHSEED=0 ../$(PY) -m simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200) --first $(or $(FIRST),1) --jobs 2)
+	cd tests && PYTHONHASHSEED=0 ../$(PY) -m simulation $(if $(SEED),--seed $(SEED) -v,--seeds $(or $(SEEDS),200) --first $(or $(FIRST),1) --jobs 2)
 
 clean:
 	rm -rf .venv .venv-proto .cache .pytest_cache .ruff_cache .hypothesis bench.json
