@@ -63,6 +63,7 @@ def _sweep(words: Sequence[str]) -> int:
     told = parser.parse_args(words)
 
     def fate(file: SegmentFile) -> str:
+        """Whether it has an owner, or what becomes of it."""
         if file.owned:
             return "alive"
         return "removed" if told.remove and remove(file) else "none"

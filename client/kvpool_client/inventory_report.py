@@ -46,6 +46,7 @@ class InventoryReport:
         """Begin to send; tell(self, event) says how it ended, in a thread of gRPC. stub: of the Nodes service."""
 
         def ended(call: Any) -> None:
+            """Say how it ended."""
             tell(self, self._outcome(call))
 
         self._call = stub.Inventory.future(self._chunks())
