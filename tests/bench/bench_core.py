@@ -62,7 +62,7 @@ def make_pool(slots: int, *, parts: int = 1, key_bytes: int = 16, entry: str = "
         entry=entry,  # type: ignore[arg-type]
     )
     opened = pool.apply(m.OpenNamespace(spec), 0)
-    for effect in opened.effects:
+    for effect in [one for one in opened.effects if isinstance(one, m.BindSlab)]:
         pool.apply(m.SlabBound("node", 1, effect.segment, effect.slab, effect.slot_bytes), 0)
     return pool, opened.namespace
 
