@@ -100,8 +100,7 @@ class Adopter:
             span = region.span
             if span is None:
                 keys = strand.keys[region.offset * tree.key_bytes : end * tree.key_bytes]
-                numbers = plan.numbers[region.offset : end] if plan.numbers is not None else None
-                span = new_span(end_of(self._forest, tree, after, plan.lead), keys, age, numbers)
+                span = new_span(end_of(self._forest, tree, after, plan.lead), keys, age)
             wanted = mask & ~span.have
             if wanted:
                 if region.span is not None:

@@ -125,8 +125,6 @@ class Plan:
     after: tuple[Span, int] | None
     lead: bytes = b""
     conflict: bool = False
-    numbers: list[int] | None = None
-    """The chain's keys as the index knows them, where there is one."""
 
 
 def plan_put(tree: Tree, parent: Parent | bytes, chain: bytes) -> Plan:
@@ -162,7 +160,7 @@ def _plan_anywhere(tree: Tree, parent: Parent | bytes, chain: bytes) -> Plan:
             plan.lead = parent
         else:
             plan.after = (found[0], found[1] + 1)
-    numbers = plan.numbers = list(key_numbers(chain, tree.key_bytes))
+    numbers = list(key_numbers(chain, tree.key_bytes))
     total = _distinct_head(numbers, int.from_bytes(plan.lead) if plan.lead else -1)
     plan.conflict = total < len(numbers)
     if total and index.keys().isdisjoint(numbers):

@@ -26,15 +26,12 @@ def end_of(forest: Forest, tree: Tree, after: tuple[Span, int] | None, lead: byt
     return forest.cut(span, end) if 0 < end < span.blocks else span
 
 
-def new_span(parent: Span, keys: bytes, age: int, numbers: list[int] | None = None) -> Span:
-    """A new span behind `parent`, without bytes yet. numbers: the keys as the index knows them, if at hand."""
+def new_span(parent: Span, keys: bytes, age: int) -> Span:
+    """A new span behind `parent`, without bytes yet."""
     tree = parent.tree
     span = Span(tree, parent, keys, age)
     parent.attach(span)
-    if numbers is None:
-        tree.index_keys(keys, span)
-    else:
-        tree.index_numbers(numbers, span)
+    tree.index_keys(keys, span)
     tree.spans += 1
     return span
 

@@ -79,11 +79,6 @@ class Tree:
         if self.index is not None:
             self.index.update(zip(key_numbers(keys, self.key_bytes), repeat(span)))
 
-    def index_numbers(self, numbers: Iterable[int], span: Span) -> None:
-        """The same for keys as key_numbers() gives them."""
-        if self.index is not None:
-            self.index.update(zip(numbers, repeat(span)))
-
     def unindex_keys(self, keys: bytes) -> None:
         """Forget `keys`; some may not be in the index while it is being built."""
         if self.index is not None:
