@@ -6,11 +6,12 @@ TORCH ?=
 PY := .venv/bin/python
 export PYTHON TORCH
 
-.PHONY: help demo run test check format lint types imports drift bench fuzz simulate proto clean
+.PHONY: help demo run certs test check format lint types imports drift bench fuzz simulate proto clean
 
 help:
 	@echo "make demo    a real model through the pool: installs, starts Master and node client, shows every request"
 	@echo "make run     a Master and a node client in the foreground; Ctrl-C stops both"
+	@echo "make certs   a CA for tests, certificates and tokens in ./certs (CERTS_FLAGS=--help)"
 	@echo "make test    the whole test suite"
 	@echo "make check   format, lint, types, import rules, stub drift, then the tests"
 	@echo "make bench   the figures of docs/benchmarks.md, as a table and as bench.json"
@@ -24,6 +25,10 @@ demo:
 run:
 	@sh deploy/install.sh run
 	@$(PY) deploy/run.py
+
+certs:
+	@sh deploy/install.sh run
+	@$(PY) deploy/certs.py $(CERTS_FLAGS)
 
 test:
 	@sh deploy/install.sh dev demo

@@ -1,9 +1,9 @@
 """`make run`: a Master and one node client in the foreground; Ctrl-C stops both, the node client first.
 
-Their own settings hold (KVPOOL_MASTER_*, KVPOOL_CLIENT_*); where none is given: loopback, the usual ports, Unix socket
-and state directory in a folder of the user's, a segment of at most 1 GiB and half of what /dev/shm has free, which is
-removed at the end (KVPOOL_CLIENT_DISCARD=false keeps it). Both write their logs to this terminal. Exit code: 0 after
-Ctrl-C or SIGTERM, 1 if one of them did not start or ended by itself.
+Their own settings hold (KVPOOL_MASTER_*, KVPOOL_CLIENT_*); where none is given: loopback, plain text, the usual ports,
+Unix socket and state directory in a folder of the user's, a segment of at most 1 GiB and half of what /dev/shm has
+free, which is removed at the end (KVPOOL_CLIENT_DISCARD=false keeps it). Both write their logs to this terminal. Exit
+code: 0 after Ctrl-C or SIGTERM, 1 if one of them did not start or ended by itself.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ def settings() -> dict[str, str]:
         "KVPOOL_CLIENT_DISCARD": "true",
     }
     environment = defaults | given
+    for prefix in ("KVPOOL_MASTER_", "KVPOOL_CLIENT_"):
+        if not any(name.startswith(f"{prefix}TLS_") for name in given):
+            environment.setdefault(f"{prefix}PLAINTEXT", "true")
     environment.setdefault("KVPOOL_CLIENT_MASTER", environment["KVPOOL_MASTER_LISTEN"])
     if "KVPOOL_CLIENT_SEGMENT_BYTES" not in environment:
         environment |= _room(environment.get("KVPOOL_CLIENT_SEGMENT_DIR", "/dev/shm"), folder)
@@ -99,6 +102,12 @@ def _wait_ready(name: str, process: subprocess.Popen[bytes], url: str) -> None:
     raise Failed(f"{name} was not ready within {READY_DEADLINE_S:.0f} s: {url}")
 
 
+def _how(environment: Mapping[str, str]) -> str:
+    """What a worker has to be told."""
+    plain = environment.get("KVPOOL_MASTER_PLAINTEXT") == "true"
+    return " in plain text (workers: KVPOOL_PLAINTEXT=true)" if plain else ""
+
+
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(number)
 
@@ -116,7 +125,7 @@ def main() -> int:
             ready = f"http://{environment['KVPOOL_CLIENT_HTTP']}/readyz"
             node = stack.enter_context(daemon("the node client", "kvpool_client", ready, environment))
             print(
-                f"\nkvpool is running; Ctrl-C stops it\n"
+                f"\nkvpool is running{_how(environment)}; Ctrl-C stops it\n"
                 f"  Master       gRPC {environment['KVPOOL_MASTER_LISTEN']}   "
                 f"metrics http://{environment['KVPOOL_MASTER_HTTP']}/metrics\n"
                 f"  node client  socket {environment['KVPOOL_CLIENT_SOCKET_PATH']}   "

@@ -11,6 +11,7 @@ from kvpool_client.sdk import (
     Namespace,
     Peeked,
     Removed,
+    Share,
     Stats,
     StoreResult,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Peeked",
     "Removed",
     "Rows",
+    "Share",
     "Stats",
     "StoreResult",
 ]

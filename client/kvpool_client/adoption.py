@@ -4,6 +4,8 @@ Rules
   - Nothing is rebuilt that cannot be verified. A file whose length or superblock is not that of the plan is no
     segment of ours: it goes as a whole. A slab whose record fails its check holds nothing any more. A slot header
     that is neither zeros nor sound is cleared, unless a worker maps the segment: it may be in the middle of a write.
+  - What peers were writing ended with the dead owner, through whom they wrote: these slots are cleared. They had never
+    been confirmed, so who knows the contents by their number has lost nothing that it counts on.
   - Where something is lost, the contents get a new number first: whoever knew them by the old one asks anew.
   - Headers under a lost slab record could be right again if the slab got its former generation back: it gets one that
     no slab had before.
@@ -17,9 +19,9 @@ from typing import Final
 
 import numpy as np
 
-from kvpool_client.headers import SLAB_RECORD, Array, record_check
+from kvpool_client.headers import PEER_WRITER, SLAB_RECORD, Array, record_check
 from kvpool_client.segment import SegmentMap, SlabRecord, Superblock
-from kvpool_client.slot_table import Tables, look
+from kvpool_client.slot_table import Found, Tables, look
 from kvpool_proto.errors import ProtocolError
 from kvpool_proto.geometry import SLAB_RECORD_BYTES, SUPERBLOCK_BYTES
 
@@ -30,13 +32,15 @@ _GENERATION_BITS: Final = 62
 class Adoption:
     """What became of the file that was there. kept: it goes on; why: it was dropped, empty if there was none.
 
-    slots_dropped: of slots whose headers were cleared. slabs_dropped: whose records were lost.
+    slots_dropped: of slots whose headers were cleared. slabs_dropped: whose records were lost. writes_dropped: of slots
+    in which peers were writing.
     """
 
     kept: bool = False
     why: str = ""
     slots_dropped: int = 0
     slabs_dropped: int = 0
+    writes_dropped: int = 0
 
 
 def check_identity(found: Superblock, node_id: str, index: int, size_bytes: int, slab_bytes: int) -> None:
@@ -69,15 +73,29 @@ def read_records(segment: SegmentMap) -> tuple[list[SlabRecord], list[int]]:
     return records, lost
 
 
-def torn_headers(tables: Tables) -> list[tuple[int, Array]]:
-    """(slab, slots of it) whose headers are neither zeros nor sound. Raises SlabChanged if the segment is closed."""
-    torn: list[tuple[int, Array]] = []
+Slots = list[tuple[int, Array]]
+"""(slab, slots of it)."""
+
+
+def unfinished(tables: Tables) -> tuple[Slots, Slots]:
+    """Where headers are neither zeros nor sound, and where peers were writing.
+
+    Raises SlabChanged if the segment is closed.
+    """
+    torn: Slots = []
+    written: Slots = []
     for found in look(tables):
-        slabs = found.slab[found.torn]
-        for slab in np.unique(slabs).tolist():
-            in_slab = found.slot[found.torn[slabs == slab]] - slab * tables.bound_to(slab).slots
-            torn.append((slab, in_slab))
-    return torn
+        torn += _by_slab(tables, found, found.torn)
+        written += _by_slab(tables, found, found.writing[found.headers["worker_id"][found.writing] == PEER_WRITER])
+    return torn, written
+
+
+def _by_slab(tables: Tables, found: Found, rows: Array) -> Slots:
+    slabs = found.slab[rows]
+    return [
+        (slab, found.slot[rows[slabs == slab]] - slab * tables.bound_to(slab).slots)
+        for slab in np.unique(slabs).tolist()
+    ]
 
 
 def new_contents() -> int:

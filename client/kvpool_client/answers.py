@@ -7,8 +7,10 @@ case ("unreachable", "namespace_unknown", "slab_changed", ...), and these:
   unverified       stored without checksum, and verify is on        stale_epoch    another life of the Master rules
   lease_expired    the lease ran out, or was released               write_expired  the reservation ran out
   timed_out        the caller's own limit                           node_unreachable  no answer from the node client
-  segment_elsewhere  the blocks lie in segments not mapped here     lost           removed between write and commit
-  bypassed         switched off (bypass.py)
+  segment_elsewhere  the blocks lie in segments not mapped here, and nothing gives a right to ask for them
+  no_data_port     they lie on a node that only its own workers can reach
+  peer_unreachable their node's data port does not answer, or did not lately (peers.py); also "peer_busy", "capability"
+  lost             removed between write and commit                 bypassed       switched off (bypass.py)
 After a restart of the Master also "lease_unknown" and "reservation_unknown": the next lookup or store begins anew.
 """
 
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+from kvpool_client.holders import NO_HOLDERS, Holders
 from kvpool_client.runs import NO_EXTENTS, Extents
 from kvpool_proto import pool_pb2 as pb
 
@@ -39,11 +42,23 @@ def gone_reason(reason: pb.GoneReason.ValueType) -> str:
 class Hit:
     """Leased blocks: chain blocks [skip, skip + blocks). len() is blocks. A context manager that releases.
 
-    extents: where they lie, offsets counted from the chain's start, all parts. lease_id, epoch: for the wire.
+    extents: where they lie, offsets counted from the chain's start, all parts. holders: on which nodes, and the right
+    to ask these. lease_id, epoch: for the wire.
     deadline_ms: when the lease ends, on the pool's clock; counted from before the request was sent.
     """
 
-    __slots__ = ("_release", "blocks", "chain", "deadline_ms", "epoch", "extents", "lease_id", "reason", "skip")
+    __slots__ = (
+        "_release",
+        "blocks",
+        "chain",
+        "deadline_ms",
+        "epoch",
+        "extents",
+        "holders",
+        "lease_id",
+        "reason",
+        "skip",
+    )
 
     def __init__(
         self,
@@ -53,6 +68,7 @@ class Hit:
         blocks: int = 0,
         reason: str = "",
         extents: Extents = NO_EXTENTS,
+        holders: Holders = NO_HOLDERS,
         lease_id: bytes = b"",
         deadline_ms: int = 0,
         epoch: int = 0,
@@ -63,6 +79,7 @@ class Hit:
         self.blocks = blocks
         self.reason = reason
         self.extents = extents
+        self.holders = holders
         self.lease_id = lease_id
         self.deadline_ms = deadline_ms
         self.epoch = epoch
@@ -104,9 +121,9 @@ class LoadResult:
 class StoreResult:
     """stored_blocks: written by this call and committed, in every part that was this call's to write.
 
-    existing_blocks: there before, in all parts named. being_written_blocks: somebody else is at it. bytes: written
-    and committed, all parts. Blocks whose last commit was not answered (the Master died) are not counted as stored;
-    they may come back all the same, with the node's inventory: their bytes are complete.
+    existing_blocks: there before, in all parts named. being_written_blocks: somebody else is at it, the other shares of
+    this store too. bytes: written and committed, all parts. Blocks whose last commit was not answered (the Master died)
+    are not counted as stored; they may come back all the same, with the node's inventory: their bytes are complete.
     """
 
     stored_blocks: int = 0

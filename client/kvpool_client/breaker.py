@@ -1,4 +1,4 @@
-"""When to ask a peer that did not answer: a circuit breaker, one per Master and one per node client.
+"""When to ask somebody who did not answer: a circuit breaker, for the Master, the node client, and each other node.
 
 Rules
   - No answer opens it: from then on nobody waits for the peer. One caller at a time is told to send a probe, which
@@ -37,10 +37,10 @@ class Backoff:
 class Breaker:
     """Closed: calls may go. Open: they may not, and now and then a probe is due. opened: how often it opened so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, backoff: Backoff | None = None) -> None:
         self.open = False
         self.opened = 0
-        self._backoff = Backoff()
+        self._backoff = backoff or Backoff()
         self._probe_at_ms = 0
         self._probing = False
 
@@ -57,9 +57,13 @@ class Breaker:
         self.open, self._probing = True, False
         self._probe_at_ms = now_ms + self._backoff.next_ms(spread)
 
+    def waits(self, now_ms: int) -> bool:
+        """Is it open, and nobody to probe now?"""
+        return self.open and (self._probing or now_ms < self._probe_at_ms)
+
     def take_probe(self, now_ms: int) -> bool:
         """True for the one caller who is to probe now."""
-        if not self.open or self._probing or now_ms < self._probe_at_ms:
+        if not self.open or self.waits(now_ms):
             return False
         self._probing = True
         return True

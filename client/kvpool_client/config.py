@@ -2,7 +2,7 @@
 
 Rules
   - One setting has three spellings: `slab_bytes` in the file, KVPOOL_CLIENT_SLAB_BYTES, --slab-bytes.
-  - *_bytes takes "64MiB" as well as a number, *_ms takes "5s".
+  - *_bytes and *_bytes_max take "64MiB" as well as a number, *_ms takes "5s".
   - Unknown settings are refused in all three places, with the nearest known one.
   - Everything wrong raises StartError, in one line.
 """
@@ -27,12 +27,14 @@ from kvpool_client.pages import HugePages
 from kvpool_client.start_error import StartError
 from kvpool_proto.errors import BadSegment
 from kvpool_proto.geometry import check_segment
+from kvpool_proto.security import Security
 
 ENV_PREFIX: Final = "KVPOOL_CLIENT_"
 COUNT_MAX: Final = 1 << 20
 
 _SIZES: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _TIMES: Final = {"": 1, "ms": 1, "s": 1000, "min": 60_000, "h": 3_600_000}
+_UNITS: Final = ((("_bytes", "_bytes_max"), _SIZES), ("_ms", _TIMES))
 _AMOUNT: Final = re.compile(r"(\d+)\s*([A-Za-z]*)")
 # Kubernetes tells pods of a service named kvpool-client under our prefix.
 _OF_KUBERNETES: Final = re.compile(r"(service_host|service_port|port)(_.*)?")
@@ -60,25 +62,66 @@ class NodeConfig:
     discard: bool = field(default=False, metadata={"help": "at a stop, retire and remove the segments; else keep"})
     socket_path: str = field(default="/run/kvpool/node.sock", metadata={"help": "Unix socket for local workers"})
     socket_mode: int = field(default=0o660, metadata={"help": 'who may connect, octal: "0660"'})
+    allowed_uids: tuple[int, ...] = field(default=(), metadata={"help": "users let in (0,1000); see allowed_gids"})
+    allowed_gids: tuple[int, ...] = field(
+        default=(), metadata={"help": "groups let in; neither is told: whoever socket_mode lets in"}
+    )
     http: str = field(default="127.0.0.1:9501", metadata={"help": "metrics and health, host:port; port 0: any"})
+    data_listen: str = field(
+        default="127.0.0.1:9502", metadata={"help": "data port for peers, host:port; port 0: any; empty: none"}
+    )
+    data_advertise: str = field(
+        default="", metadata={"help": "host:port at which peers reach the data port; empty: as data_listen"}
+    )
+    data_connections_max: int = field(default=256, metadata={"help": "connections of peers at a time"})
+    data_io_timeout_ms: int = field(default=5_000, metadata={"help": "longest time a peer may move no byte"})
+    copy_bytes_max: int = field(default=64 << 20, metadata={"help": "memory for copies that come from peers"})
     workers_max: int = field(default=1024, metadata={"help": "workers attached at a time"})
     connections_max: int = field(default=256, metadata={"help": "connections on the Unix socket at a time"})
     local_timeout_ms: int = field(default=5_000, metadata={"help": "time for one request on the Unix socket"})
+    plaintext: bool = field(default=False, metadata={"help": "no TLS: nobody is authenticated, all can be read"})
+    tls_ca: str = field(default="", metadata={"help": "PEM file of the CA that Master and peers must come from"})
+    tls_cert: str = field(default="", metadata={"help": "PEM file of this node's certificate"})
+    tls_key: str = field(default="", metadata={"help": "PEM file of its key"})
+    tls_key_password_file: str = field(default="", metadata={"help": "file with the key's password, if encrypted"})
+    tls_crl: str = field(default="", metadata={"help": "PEM file of the CA's revocation list"})
+    token_file: str = field(default="", metadata={"help": "file with the token that the Master knows this node by"})
+    data_plaintext: bool = field(default=False, metadata={"help": "the data port without TLS: capabilities only"})
     rpc_timeout_ms: int = field(default=3_000, metadata={"help": "deadline of a call to the Master"})
     backoff_max_ms: int = field(default=5_000, metadata={"help": "longest pause before the Master is tried again"})
     ready_wait_ms: int = field(default=5_000, metadata={"help": "how long the start waits for the Master"})
     log_level: Level = field(default="info", metadata={"help": "debug, info, warning or error"})
     log_json: bool = field(default=False, metadata={"help": "log lines as JSON"})
 
+    @property
+    def security(self) -> Security:
+        """How Master and peers are reached; checked at start."""
+        return Security(
+            plaintext=self.plaintext,
+            ca=self.tls_ca,
+            cert=self.tls_cert,
+            key=self.tls_key,
+            key_password_file=self.tls_key_password_file,
+            crl=self.tls_crl,
+            token_file=self.token_file,
+            data_plaintext=self.data_plaintext,
+        )
+
     def check(self) -> None:
         """Raise StartError, naming the setting, or BadSegment unless a node client can run with this."""
         for name in ("master", "http"):
             split_address(name, getattr(self, name))
+        for name in ("data_listen", "data_advertise"):
+            if getattr(self, name):
+                split_address(name, getattr(self, name))
         if not NODE_ID_PATTERN.fullmatch(self.node_id):
             raise StartError(f"node_id = {self.node_id!r}: letters, digits, '.', '_' and '-', at most 128")
         for name, low, high in (
             ("segments", 1, SEGMENTS_MAX),
             ("prefault_threads", 1, 256),
+            ("data_connections_max", 1, COUNT_MAX),
+            ("data_io_timeout_ms", 1, 600_000),
+            ("copy_bytes_max", 64 << 10, 64 << 30),
             ("workers_max", 1, COUNT_MAX),
             ("connections_max", 1, COUNT_MAX),
             ("local_timeout_ms", 1, 600_000),
@@ -136,13 +179,13 @@ def describe(config: NodeConfig) -> str:
     """The configuration as a TOML file that says the same."""
     lines: list[str] = []
     for item in fields(config):
-        value = getattr(config, item.name)
+        value: Any = getattr(config, item.name)
         if isinstance(value, bool):
             text = str(value).lower()
         elif item.name == "socket_mode":
             text = f'"{value:04o}"'
-        elif item.name == "numa_node":
-            text = str(list(config.numa_node))
+        elif item.type == "tuple[int, ...]":
+            text = str(list(value))
         else:
             text = str(value) if isinstance(value, int) else f'"{value}"'
         lines.append(f"{item.name} = {text}")
@@ -226,11 +269,12 @@ def _parse(name: str, value: Any) -> Any:
         if kind == "bool":
             return _switch(value)
         if kind == "tuple[int, ...]":
-            return tuple(int(part) for part in str(value).strip("[]").split(","))  # a list of TOML, or a text
+            parts = str(value).strip("[]")  # a list of TOML, or a text
+            return tuple(int(part) for part in parts.split(",")) if parts else ()
         if name == "socket_mode":
             return int(value, 8) if isinstance(value, str) else _whole(value, {"": 1})
         if kind == "int":
-            return _whole(value, _SIZES if name.endswith("_bytes") else _TIMES if name.endswith("_ms") else {"": 1})
+            return _whole(value, next((units for ends, units in _UNITS if name.endswith(ends)), {"": 1}))
         if not isinstance(value, str):
             raise ValueError("a string")
     except (TypeError, ValueError) as error:

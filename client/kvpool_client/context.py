@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from kvpool_client.background import Background
 from kvpool_client.clock import Clock
+from kvpool_client.lanes import Lanes
 from kvpool_client.master_client import MasterClient
-from kvpool_client.node_link import NodeLink
+from kvpool_client.node_link import Link
 from kvpool_client.stats import Counters
-from kvpool_client.transfer import LocalEngine
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.convert import spec_to_message
 from kvpool_proto.errors import ProtocolError, StaleEpoch, UnknownNamespace
@@ -67,13 +67,34 @@ class LeaseReturns:
         self._master.call(self._master.pool.Release, request, self._clock.now_ms() + self._timeout_ms, patient=True)
 
 
+class NodeReports:
+    """Tells the Master, in the background, of nodes whose data port could not be used."""
+
+    def __init__(self, master: MasterClient, link: Link, background: Background, clock: Clock, timeout_ms: int) -> None:
+        self._master = master
+        self._link = link
+        self._background = background
+        self._clock = clock
+        self._timeout_ms = timeout_ms
+
+    def put(self, node_id: str, reason: str) -> None:
+        """Report a node soon. If the Master cannot be told, it judges by what it sees itself."""
+
+        def send() -> None:
+            """With the name of the node on which we are by now."""
+            request = pb.ReportNodeRequest(node_id=node_id, reporter_node_id=self._link.present.node_id, reason=reason)
+            self._master.call(self._master.pool.ReportNode, request, self._clock.now_ms() + self._timeout_ms)
+
+        self._background.submit(send)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """timeout_ms: of a call to the Master where the caller names no other. bypass: what the environment turns off."""
 
     master: MasterClient
-    link: NodeLink
-    engine: LocalEngine
+    link: Link
+    lanes: Lanes
     background: Background
     returns: LeaseReturns
     clock: Clock

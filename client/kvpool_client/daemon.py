@@ -21,23 +21,31 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+from kvpool_client.addresses import advertised
 from kvpool_client.clock import SYSTEM, Clock, new_incarnation
 from kvpool_client.config import NodeConfig, split_address
+from kvpool_client.copying import Copier
 from kvpool_client.http import HttpServer
-from kvpool_client.local_server import LocalServer
+from kvpool_client.local_server import Admission, LocalServer
 from kvpool_client.logs import Log
 from kvpool_client.metrics import Sources, exposition
 from kvpool_client.node import Node
 from kvpool_client.owned_segment import OwnedSegment, SegmentPlan, remove_leftovers
+from kvpool_client.peer.pull import PeerPuller
+from kvpool_client.peer.server import PeerServer
 from kvpool_client.preflight import check_room, measure_room
 from kvpool_client.registration import Registration
 from kvpool_client.session import State
 from kvpool_client.start_error import StartError
 from kvpool_proto.errors import KVPoolError
 from kvpool_proto.geometry import file_bytes
+from kvpool_proto.security import PLAINTEXT_WARNING, SecurityError
+from kvpool_proto.tls import Tls, of_data_port, tls_of
 
 PROGRESS_MS: Final = 2_000
 SIGNAL_LOOK_S: Final = 0.1
+DATA_IDLE_MS: Final = 300_000
+"""A peer's connection on which nothing happens for so long is closed."""
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_STOPPED, EXIT_NOT_STARTED, EXIT_FAILED = 0, 1, 2
 
@@ -66,13 +74,16 @@ class NodeDaemon:
         """
         config, log = self._config, self._log
         with self._exits:
+            self._tls = self._secured()
             self._open_segments(interrupted)
             former = max(segment.former_incarnation for segment in self._segments)
             incarnation = new_incarnation(self._clock, former)
-            self.node = Node(config.node_id, incarnation, self._segments, config.workers_max, log)
+            self.node = Node(config.node_id, incarnation, self._segments, config.workers_max, log, self._clock)
+            self._start_data()
             self.registration = Registration(
-                config.master, self.node, config.rpc_timeout_ms, config.backoff_max_ms, self._clock, log
-            )
+                config.master, self.node, self._copier, config.rpc_timeout_ms, config.backoff_max_ms, self._clock, log,
+                self._tls
+            )  # fmt: skip
             self._start_local()
             self._start_http()
             self.registration.start()
@@ -97,6 +108,15 @@ class NodeDaemon:
         return self.registration.refused or (
             "the registration ended" if self.registration.ended.is_set() and self._started else None
         )
+
+    def _secured(self) -> Tls | None:
+        """What Master and peers are reached with; None: plain text."""
+        try:
+            return tls_of(
+                self._config.security, lambda text: self._log.error("security", text=text), self._clock.now_ms
+            )
+        except SecurityError as error:
+            raise StartError(str(error)) from error
 
     def _open_segments(self, interrupted: Callable[[], bool]) -> None:
         config, log = self._config, self._log
@@ -127,11 +147,11 @@ class NodeDaemon:
 
     def _tell_adoption(self, segment: OwnedSegment) -> None:
         found = segment.adoption
-        lost = found.why or found.slots_dropped or found.slabs_dropped
+        lost = found.why or found.slots_dropped or found.slabs_dropped or found.writes_dropped
         (self._log.warning if lost else self._log.info)(
             "segment_opened", path=str(segment.plan.path), adopted=found.kept, why=found.why,
-            slots_dropped=found.slots_dropped, slabs_dropped=found.slabs_dropped, slabs_bound=segment.slabs_bound,
-            workers=len(segment.mapped_workers())
+            slots_dropped=found.slots_dropped, slabs_dropped=found.slabs_dropped, writes_dropped=found.writes_dropped,
+            slabs_bound=segment.slabs_bound, workers=len(segment.mapped_workers())
         )  # fmt: skip
 
     def _close(self, segment: OwnedSegment) -> None:
@@ -143,11 +163,40 @@ class NodeDaemon:
     def _leave(self) -> None:
         self.registration.stop(discard=self._config.discard and self._started)
 
+    def _start_data(self) -> None:
+        """The data port, if there is to be one, and what copies from others' data ports."""
+        config, node, log, clock = self._config, self.node, self._log, self._clock
+        tls = of_data_port(self._tls)
+        self._data: PeerServer | None = None
+        if config.data_listen:
+            self._data = PeerServer(
+                split_address("data_listen", config.data_listen),
+                node,
+                connections_max=config.data_connections_max,
+                io_timeout_ms=config.data_io_timeout_ms,
+                idle_timeout_ms=DATA_IDLE_MS,
+                wrap=tls and tls.wrap_server,
+                log=log,
+                clock=clock,
+            )
+            self._data.start()
+            self._exits.callback(self._data.stop)
+            node.data_address = advertised(config.data_listen, config.data_advertise, self._data.port, config.master)
+        timeout_ms = config.data_io_timeout_ms
+        puller = PeerPuller(
+            connect_timeout_ms=timeout_ms, io_timeout_ms=timeout_ms, wrap=tls and tls.wrap_client, clock=clock
+        )
+        loads_first = self._data.loads_first if self._data else lambda: None
+        self._copier = Copier(node, puller, node.outbox, loads_first, bytes_max=config.copy_bytes_max, log=log)
+        self._exits.callback(self._copier.stop)
+
     def _start_http(self) -> None:
         sources = Sources(
             node=self.node,
             registration=self.registration,
             local=self._local,
+            data=self._data,
+            copier=self._copier,
             prefault_s=self._prefault_s,
             version=version("kvpool"),
         )
@@ -165,6 +214,7 @@ class NodeDaemon:
             config.local_timeout_ms / 1000,
             config.connections_max,
             self._log,
+            Admission(frozenset(config.allowed_uids), frozenset(config.allowed_gids)),
         )
         self._local.start()
         self._exits.callback(self._local.stop)
@@ -177,12 +227,15 @@ class NodeDaemon:
                 raise Interrupted
             if registration.ended.is_set():
                 raise StartError(f"the Master at {self._config.master} refuses this node: {registration.refused}")
+        if self._tls is None:
+            self._log.warning("plaintext", text=PLAINTEXT_WARNING)
         self._log.info(
             "ready",
             node=self._config.node_id,
             master=self._config.master,
             state=registration.state.value,
             socket=self._config.socket_path,
+            data=self.node.data_address,
             http_port=self.http_port,
         )
 

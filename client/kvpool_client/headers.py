@@ -31,6 +31,9 @@ FREE: Final = 0
 WRITING: Final = 1
 COMMITTED: Final = 2
 
+PEER_WRITER: Final = 1 << 62
+"""The worker_id of slots written through the data port: above every worker's."""
+
 PARENT_ROOT: Final = 1
 PARENT_KEY: Final = 2
 PARENT_UNKNOWN: Final = 3

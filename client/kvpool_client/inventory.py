@@ -3,7 +3,8 @@
 Rules
   - Every committed slot is reported once, but for those that are dead (a purge). What is not sound is not reported.
   - Slots that somebody may still be writing are reported as such: WRITING ones while their worker lives, and while
-    any worker maps the segment also those of an unknown worker and torn headers.
+    any worker maps the segment also those of an unknown worker and torn headers; those that peers write as long as the
+    data port is at it.
   - A chunk has at most CHUNK_BLOCKS_MAX blocks; a strand that is longer goes on in the next one, after a key.
   - Work in Python grows with runs, not with blocks.
 """
@@ -11,12 +12,13 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from kvpool_client.headers import PARENT_KEY, Array
+from kvpool_client.headers import PARENT_KEY, PEER_WRITER, Array
 from kvpool_client.slot_table import I64, Found, Tables, look
 from kvpool_client.strands import Runs, Strands, runs_in, shapes, spread, strands_of
 from kvpool_proto import pool_pb2 as pb
@@ -35,22 +37,29 @@ class SegmentInventory:
     writing: Array
 
 
-def scan(segment: Tables, dead: Mapping[bytes, int], alive: Callable[[int], bool]) -> SegmentInventory:
+def scan(
+    segment: Tables,
+    dead: Mapping[bytes, int],
+    alive: Callable[[int], bool],
+    written: AbstractSet[int] = frozenset(),
+) -> SegmentInventory:
     """Look at every header of a segment. Raises SlabChanged if it is closed meanwhile.
 
-    dead: namespace -> newest dead stamp. alive(worker id): whether that worker may still write.
+    dead: namespace -> newest dead stamp. alive(worker id): whether that worker may still write. written: slots that
+    peers were writing when the look began.
     """
     slabs = [(slab, size) for slab in range(segment.slabs) if (size := segment.bound_to(slab).slot_bytes)]
     mapped = bool(segment.mapped_workers())
-    lives = {0: mapped}
+    lives = {0: mapped, PEER_WRITER: False}
+    of_peers = np.array(sorted(written), dtype=np.int64)
     runs: list[Runs] = []
     writing = [np.empty(0, dtype=WRITING_RUN)]
     for found in look(segment):
         rows = _not_dead(found, dead)
         if len(rows):
             runs.append(runs_in(found, rows))
-        if mapped and len(found.writing) + len(found.torn):
-            writing.append(_writing_runs(found, alive, lives))
+        if (mapped or written) and len(found.writing) + len(found.torn):
+            writing.append(_writing_runs(found, alive if mapped else _nobody, lives, of_peers))
     return SegmentInventory(slabs, strands_of(runs), np.concatenate(writing))
 
 
@@ -80,16 +89,23 @@ def _not_dead(found: Found, dead: Mapping[bytes, int]) -> I64:
     return rows[found.headers["stamp"][rows] > np.repeat(limits, np.diff(np.append(starts, len(rows))))]
 
 
-def _writing_runs(found: Found, alive: Callable[[int], bool], lives: dict[int, bool]) -> Array:
-    """lives: what alive() has said so far."""
+def _nobody(worker_id: int) -> bool:
+    return False
+
+
+def _writing_runs(found: Found, alive: Callable[[int], bool], lives: dict[int, bool], of_peers: I64) -> Array:
+    """lives: what alive() has said so far. of_peers: slots that peers write."""
     rows = np.concatenate([found.writing, found.torn])
     workers = found.headers["worker_id"][rows]
     workers[len(found.writing) :] = 0
+    by_peer = np.isin(found.slot[rows], of_peers)
     ids, which = np.unique(workers, return_inverse=True)
     for worker_id in ids.tolist():
         if worker_id not in lives:
             lives[worker_id] = alive(worker_id)
     kept = np.array([lives[worker_id] for worker_id in ids.tolist()])[which]
+    kept |= by_peer & ((workers == PEER_WRITER) | (workers == 0))
+    workers[workers == PEER_WRITER] = 0
     order = np.argsort(rows[kept], kind="stable")
     rows, workers = rows[kept][order], workers[kept][order]
     slot, slab = found.slot[rows], found.slab[rows]

@@ -5,6 +5,7 @@ Rules
   - It begins after the epoch stands in the superblocks. A writer looks at the epoch once more after its marks, before
     it touches payload: so either its marks are seen here, or it sees the epoch and stops.
   - A report that was cancelled says nothing more, whatever becomes of its call.
+  - What peers are writing is asked before the headers are looked at: a write that begins later is of this epoch.
   - Workers that were reported as writing are looked at again when all was taken: what the session said of their death
     may have overtaken the report.
 """
@@ -75,7 +76,8 @@ class InventoryReport:
         end = pb.InventoryEnd()
         try:
             for handle, segment in zip(self._handles, self._node.segments, strict=True):
-                found = inventory.scan(segment, self._dead, self._alive)
+                written = self._node.writes.in_progress(segment)
+                found = inventory.scan(segment, self._dead, self._alive, written)
                 for chunk in inventory.chunks(found):
                     if self._cancelled:
                         return

@@ -1,6 +1,8 @@
 """The node client's end of the Unix socket; what travels on it is in local_socket.py.
 
 Rules
+  - Who gets in may write all of the segments. The file's mode lets them in; where users or groups are named, the
+    kernel's word on the process that connected has to name one of them, too.
   - A socket file that nobody answers is a dead owner's and is replaced; one that is answered is refused.
   - A sound request gets a reply, a refusal included; after a frame that is none, the connection ends.
 """
@@ -12,6 +14,8 @@ import errno
 import os
 import socket
 import stat
+import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -20,11 +24,39 @@ from kvpool_client.local_socket import PROTOCOL, Deadline, pack_frame, receive_f
 from kvpool_client.logs import Log
 from kvpool_client.start_error import StartError
 from kvpool_proto import pool_pb2 as pb
-from kvpool_proto.errors import KVPoolError, MessageTooLarge, ProtocolError
+from kvpool_proto.errors import Forbidden, KVPoolError, MessageTooLarge, ProtocolError
 
 BACKLOG: Final = 64
+REFUSAL_S: Final = 0.2
+"""How long one that is not let in may take to hear so."""
+REFUSALS_TOLD_MAX: Final = 1024
 _PATH_BYTES_MAX: Final = 107
 """What the kernel takes in sun_path."""
+
+
+_CREDENTIALS: Final = struct.Struct("iII")
+"""What SO_PEERCRED answers: process, user, group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Whom the kernel may say that a connection comes from; nobody named: whoever the socket's mode lets in."""
+
+    uids: frozenset[int] = frozenset()
+    gids: frozenset[int] = frozenset()
+
+    def refusal(self, connection: socket.socket) -> str:
+        """Why it may not come in; empty: it may."""
+        if not self.uids and not self.gids:
+            return ""
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, gid = _CREDENTIALS.unpack(credentials)
+        if uid in self.uids or gid in self.gids:
+            return ""
+        return f"user {uid} of group {gid} is in neither allowed_uids nor allowed_gids"
+
+
+ANYBODY: Final = Admission()
 
 
 class LocalNode(Protocol):
@@ -47,12 +79,23 @@ class LocalServer:
     """Serves workers on `path` until stop(), which removes the file. Raises StartError."""
 
     def __init__(
-        self, path: Path, mode: int, node: LocalNode, timeout_s: float, connections_max: int, log: Log
+        self,
+        path: Path,
+        mode: int,
+        node: LocalNode,
+        timeout_s: float,
+        connections_max: int,
+        log: Log,
+        admission: Admission = ANYBODY,
     ) -> None:
         self._path = path
         self._node = node
         self._timeout_s = timeout_s
         self._log = log
+        self._admission = admission
+        self._told: set[str] = set()  # refusals that were logged
+        self.refused = 0
+        """Connections that were not let in."""
         listener = _listen(path, mode)
         self._inode = os.lstat(path).st_ino
         self._acceptor = Acceptor("local-socket", listener, self._serve, self._broken, connections_max)
@@ -74,6 +117,9 @@ class LocalServer:
                 os.unlink(self._path)
 
     def _serve(self, connection: socket.socket) -> None:
+        if refusal := self._admission.refusal(connection):
+            self._refuse(connection, refusal)
+            return
         known = False  # has it sent a sound request yet?
         while True:
             if known:
@@ -98,6 +144,18 @@ class LocalServer:
                     os.close(fd)
             if not known:
                 return
+
+    def _refuse(self, connection: socket.socket, refusal: str) -> None:
+        """Not let in: it is told why, and so is the log, once for each user and group, as far as they fit."""
+        self.refused += 1
+        if refusal not in self._told and len(self._told) < REFUSALS_TOLD_MAX:
+            self._told.add(refusal)
+            self._log.warning("local_connection_refused", text=refusal)
+        deadline = Deadline(REFUSAL_S)
+        with contextlib.suppress(KVPoolError):  # whatever it wants; it reads ours only after it has sent its own
+            receive_frame(connection, pb.LocalRequest, deadline)
+        deadline.limit(connection)
+        _send(connection, _refusal(Forbidden(refusal)), [])
 
     def _answer(self, request: pb.LocalRequest, fds: list[int]) -> pb.LocalReply:
         """The reply; descriptors to go with it are appended to `fds`. Raises ProtocolError for no request at all."""

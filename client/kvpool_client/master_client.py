@@ -19,11 +19,13 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvpool_client.breaker import BACKOFF_FIRST_MS, Breaker
+from kvpool_client.channel import NotVetted, open_channel
 from kvpool_client.clock import SYSTEM, Clock
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import DeadlinePassed, KVPoolError, ProtocolError, Unreachable
 from kvpool_proto.pool_pb2_grpc import PoolStub
 from kvpool_proto.status import from_rpc_error
+from kvpool_proto.tls import Tls
 
 MESSAGE_BYTES_MAX: Final = 16 << 20
 PROBE_TIMEOUT_S: Final = 1.0
@@ -43,12 +45,21 @@ _Reply = TypeVar("_Reply")
 
 
 class MasterClient:
-    """The Master at `address` ("host:port"). Thread safe. Connects by itself, when first used and ever again."""
+    """The Master at `address` ("host:port"). Thread safe. Connects by itself, when first used and ever again.
 
-    def __init__(self, address: str, clock: Clock = SYSTEM, spread: Callable[[], float] = random.random) -> None:
+    tls: None: plain text.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        clock: Clock = SYSTEM,
+        spread: Callable[[], float] = random.random,
+        tls: Tls | None = None,
+    ) -> None:
         self._clock = clock
         self._spread = spread
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = open_channel(address, tls, _OPTIONS, clock)
         self.pool = PoolStub(self._channel)
         self._breaker = Breaker()
         self._lock = threading.Lock()
@@ -122,6 +133,8 @@ class MasterClient:
         try:
             future = self.pool.Release.future(pb.ReleaseRequest(), timeout=PROBE_TIMEOUT_S, wait_for_ready=True)
             future.add_done_callback(self._probed)
+        except NotVetted:
+            self._note(True, probe=True)
         except ValueError:  # closed meanwhile
             return
 

@@ -18,9 +18,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvpool_client.bypass import BYPASS_LOADS, BYPASS_LOOKUPS, BYPASS_STORES
+from kvpool_client.copying import Copier
 from kvpool_client.local_server import LocalServer
 from kvpool_client.node import Node
 from kvpool_client.owned_segment import OwnedSegment
+from kvpool_client.peer.counting import PeerCounts
+from kvpool_client.peer.server import PeerServer
 from kvpool_client.registration import Registration
 from kvpool_client.session import State
 
@@ -34,10 +37,26 @@ METRICS: Final[dict[str, str]] = {
     "kvpool_client_slabs_dropped_total": "Slabs dropped at the start since their records were not sound.",
     "kvpool_client_slots_dropped_total": "Slots dropped at the start since their headers were not sound.",
     "kvpool_client_slots_cleared_total": "Slots cleared by the Master's order: removed, purged or bad blocks.",
+    "kvpool_client_writes_dropped_total": "Slots cleared at the start: peers were writing them when it ended.",
+    # its data port, for workers of other nodes
+    "kvpool_client_data_connections_live": "Connections of peers on the data port.",
+    "kvpool_client_data_read_blocks_total": "Parts of blocks that peers read here, copies to other nodes included.",
+    "kvpool_client_data_read_bytes_total": "The same in bytes.",
+    "kvpool_client_data_written_blocks_total": "Parts of blocks that peers wrote here and that were confirmed.",
+    "kvpool_client_data_written_bytes_total": "The same in bytes.",
+    "kvpool_client_data_writes_live": "Writes of peers, and copies from them, that are under way.",
+    "kvpool_client_data_refused_total": "What the data port refused, by reason: capabilities, garbage, one too many.",
+    # copies from peers, by the Master's order
+    "kvpool_client_copies_live": "Orders to copy from peers that wait or are under way.",
+    "kvpool_client_copies_done_total": "Orders that were carried out to the end.",
+    "kvpool_client_copies_failed_total": "Orders that ended before; the log says why.",
+    "kvpool_client_copied_blocks_total": "Blocks copied from peers, all parts, verified.",
+    "kvpool_client_copied_bytes_total": "The same in bytes, all parts.",
     # its workers
     "kvpool_client_workers_attached": "Workers that map the segments now.",
     "kvpool_client_workers_gone_total": "Workers whose lock went: their open writes were given up.",
     "kvpool_client_local_connections": "Open connections on the Unix socket.",
+    "kvpool_client_local_refused_total": "Connections on it that allowed_uids and allowed_gids do not name.",
     "kvpool_client_blocks_checked_total": "Blocks that workers reported as bad and that were checked again.",
     "kvpool_client_blocks_bad_total": "Of these, really bad and reported to the Master: above 0, suspect the memory.",
     # what its workers did, by namespace
@@ -107,6 +126,8 @@ class Sources:
     node: Node
     registration: Registration
     local: LocalServer
+    data: PeerServer | None
+    copier: Copier
     prefault_s: float
     version: str
 
@@ -127,9 +148,12 @@ class NodeCollector(Collector):
         yield _counter("kvpool_client_slabs_dropped_total", sum(found.slabs_dropped for found in adoptions))
         yield _counter("kvpool_client_slots_dropped_total", sum(found.slots_dropped for found in adoptions))
         yield _counter("kvpool_client_slots_cleared_total", node.slots_cleared_total)
+        yield _counter("kvpool_client_writes_dropped_total", sum(found.writes_dropped for found in adoptions))
+        yield from self._peers()
         yield _gauge("kvpool_client_workers_attached", node.workers.attached)
         yield _counter("kvpool_client_workers_gone_total", node.workers.gone_total)
         yield _gauge("kvpool_client_local_connections", self._sources.local.open_connections)
+        yield _counter("kvpool_client_local_refused_total", self._sources.local.refused)
         yield _counter("kvpool_client_blocks_checked_total", node.blocks_checked_total)
         yield _counter("kvpool_client_blocks_bad_total", node.blocks_bad_total)
         yield from self._use()
@@ -138,6 +162,27 @@ class NodeCollector(Collector):
         build = GaugeMetricFamily(*_named("kvpool_client_build_info"), labels=["version"])
         build.add_metric([self._sources.version], 1)
         yield build
+
+    def _peers(self) -> Iterator[Metric]:
+        """The data port, zeros without one, and copies."""
+        data, copier = self._sources.data, self._sources.copier
+        counts = PeerCounts() if data is None else data.counts
+        yield _gauge("kvpool_client_data_connections_live", 0 if data is None else data.open_connections)
+        yield _counter("kvpool_client_data_read_blocks_total", counts.blocks_read)
+        yield _counter("kvpool_client_data_read_bytes_total", counts.bytes_read)
+        yield _counter("kvpool_client_data_written_blocks_total", counts.blocks_written)
+        yield _counter("kvpool_client_data_written_bytes_total", counts.bytes_written)
+        yield _gauge("kvpool_client_data_writes_live", self._sources.node.writes.open)
+        name = "kvpool_client_data_refused_total"
+        refused = CounterMetricFamily(name.removesuffix("_total"), METRICS[name], labels=["reason"])
+        for reason, times in counts.refused.copy().items():
+            refused.add_metric([reason], times)
+        yield refused
+        yield _gauge("kvpool_client_copies_live", copier.open_orders)
+        yield _counter("kvpool_client_copies_done_total", copier.counts.done)
+        yield _counter("kvpool_client_copies_failed_total", copier.counts.failed)
+        yield _counter("kvpool_client_copied_blocks_total", copier.counts.blocks)
+        yield _counter("kvpool_client_copied_bytes_total", copier.counts.bytes)
 
     def _master(self) -> Iterator[Metric]:
         node, counts = self._sources.node, self._sources.registration.counts

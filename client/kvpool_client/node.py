@@ -1,9 +1,12 @@
-"""This node: its segments, who maps them, and what the Master last said of them.
+"""This node: its segments, who maps them, what the Master last said of them, and what peers may do with them.
 
 Rules
   - One lock guards what the Master said (epoch, handles) and every change of a segment.
   - Workers are let in only while handles are known; they come in with the epoch and handles of one moment. A new
-    epoch makes handles unknown until the Master says new ones.
+    epoch makes handles unknown until the Master says new ones. To the data port the former epoch's handles keep their
+    meaning: what its capabilities still allow is for the keyring to say.
+  - Slots are cleared when nothing is written under their stamps through the data port any more, nor will be; waiting
+    for that is never done here, nor under the lock.
   - The incarnation and what the segments hold stay as they are, whatever the Master does.
   - An order to bind a slab as it is bound already changes nothing and is only confirmed again: the order may have
     crossed our first answer, and what workers wrote since must stay.
@@ -12,12 +15,15 @@ Rules
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvpool_client.blockcheck import block_is_bad
+from kvpool_client.clock import SYSTEM, Clock
 from kvpool_client.logs import Log
 from kvpool_client.outbox import Outbox
 from kvpool_client.owned_segment import OwnedSegment
+from kvpool_client.peer.keyring import Keyring
+from kvpool_client.peer.writes import PeerWrites
 from kvpool_client.session_messages import Clearing, Order, Tombstones
 from kvpool_client.use import UseTotals
 from kvpool_client.workers import Workers
@@ -29,13 +35,22 @@ class Node:
     """Thread-safe. `segments` stay the caller's to close.
 
     incarnation: above those of former lives. It and the highest epoch that any segment has seen are written to every
-    superblock.
+    superblock. data_address: at which peers reach the data port; empty: there is none.
     """
 
     def __init__(
-        self, node_id: str, incarnation: int, segments: Sequence[OwnedSegment], workers_max: int, log: Log
+        self,
+        node_id: str,
+        incarnation: int,
+        segments: Sequence[OwnedSegment],
+        workers_max: int,
+        log: Log,
+        clock: Clock = SYSTEM,
     ) -> None:
         self.node_id = node_id
+        self.data_address = ""
+        self.keyring = Keyring(clock)
+        self.writes = PeerWrites()
         self.segments = tuple(segments)
         self.workers = Workers(self.segments, workers_max)
         self.outbox = Outbox()
@@ -49,6 +64,8 @@ class Node:
         self._incarnation = incarnation
         self._epoch = max(segment.epoch_seen for segment in self.segments)
         self._handles: tuple[int, ...] = ()
+        self._named: Mapping[tuple[int, int], OwnedSegment] = {}
+        """By epoch and handle, of this epoch and the one before in which handles were known; replaced as a whole."""
         self._dead: dict[bytes, int] = {}
         self._identify()
 
@@ -73,6 +90,13 @@ class Node:
         with self._lock:
             return self._dead.copy()
 
+    def segment_of(self, epoch: int, handle: int) -> OwnedSegment:
+        """What that epoch, the present one or the one before, calls so. Takes no lock. Raises UnknownSegment."""
+        segment = self._named.get((epoch, handle))
+        if segment is None:
+            raise UnknownSegment(f"segment handle {handle} of epoch {epoch} is none of this node")
+        return segment
+
     def offers(self) -> list[pb.SegmentOffer]:
         """The segments as the Master is told of them."""
         with self._lock:
@@ -94,6 +118,10 @@ class Node:
         """Let workers in under these handles."""
         with self._lock:
             self._handles = handles
+            former = max((epoch for epoch, _ in self._named if epoch != self._epoch), default=0)
+            self._named = {name: segment for name, segment in self._named.items() if name[0] == former} | {
+                (self._epoch, handle): segment for handle, segment in zip(handles, self.segments, strict=True)
+            }
 
     def obey(self, epoch: int) -> None:
         """Write the epoch to every superblock; the handles of the former one mean nothing any more."""
@@ -122,8 +150,8 @@ class Node:
                 self.slots_cleared_total += slots
             self._log.info("buried", namespace=namespace, stamp=stamp, slots=slots)
 
-    def bind(self, order: Order) -> None:
-        """Carry out an order; the Master will be told. Raises UnknownSegment, ProtocolError: nothing was done then."""
+    def bind(self, order: Order) -> bool:
+        """Carry out an order; the Master will be told: True. Raises UnknownSegment, ProtocolError: nothing was done."""
         with self._lock:
             segment = self._segment(order.segment)
             generation, slot_bytes, _ = segment.bound_to(order.slab)
@@ -132,13 +160,20 @@ class Node:
         self.outbox.slab_bound(
             pb.SlabBound(segment=order.segment, slab=order.slab, slot_bytes=order.slot_bytes, generation=generation)
         )
+        return True
 
-    def clear_slots(self, order: Clearing) -> None:
-        """Carry out an order; the Master will be told. Raises UnknownSegment, ProtocolError: nothing was done then."""
+    def clear_slots(self, order: Clearing) -> bool:
+        """Carry out an order; the Master will be told. False: peers still write under its stamps; give it again soon.
+
+        Raises UnknownSegment, ProtocolError. Nothing was done then, but that peers' writes under these stamps end.
+        """
+        if not self.writes.fence({stamp for _, _, stamp in order.runs}, 0):
+            return False
         with self._lock:
             cleared = self._segment(order.segment).clear_slots(order.slot_bytes, order.runs)
             self.slots_cleared_total += cleared
         self.outbox.slots_cleared(order.number)
+        return True
 
     def answer_workers(self, ids: Iterable[int]) -> None:
         """Which of these workers are gone? The Master will be told. 0 is none."""

@@ -54,6 +54,10 @@ class Attachment:
         return self.segments.get(epoch, {}).keys() >= handles
 
 
+NOWHERE: Final = Attachment("", 0, 0, {})
+"""Of a process without a node client."""
+
+
 class NodeLink:
     """Thread safe. Methods may wait for the node client, for about the timeout of `client`.
 
@@ -86,6 +90,11 @@ class NodeLink:
     def breaks(self) -> int:
         """How often the node client was given up until a probe is answered."""
         return self._breaker.opened
+
+    @property
+    def present(self) -> Attachment:
+        """What is mapped now, NOWHERE if nothing is. Waits for nobody."""
+        return self._attachment or NOWHERE
 
     def bypass(self) -> int:
         """The calls that the node client turns off, BYPASS_ bits; none while nothing is mapped. Waits for nobody.
@@ -258,6 +267,38 @@ class NodeLink:
                 if self._attachment is not attachment:
                     return
                 segment.memory[start : start + _WARM_BYTES : _FAULT_BYTES].max()
+
+
+class NoNode:
+    """NodeLink for a process on a host that gives no DRAM, or for a scheduler: all blocks lie elsewhere."""
+
+    breaks = 0
+    present = NOWHERE
+
+    def bypass(self) -> int:
+        """Nothing is turned off here."""
+        return 0
+
+    def attachment(self, epoch: int = 0) -> Attachment:
+        """NOWHERE, in every epoch."""
+        return NOWHERE
+
+    def holding(self, epoch: int, handles: Set[int]) -> Attachment:
+        """Raises SegmentElsewhere."""
+        raise SegmentElsewhere("this process maps no segments")
+
+    def report_bad(self, block: pb.BadBlock, epoch: int, segment: int, slot: int, slot_bytes: int) -> bool:
+        """Nobody is there to look."""
+        return False
+
+    def report_use(self, take: Callable[[], pb.LocalUse]) -> None:
+        """Nobody is there to hear it."""
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+Link = NodeLink | NoNode
 
 
 def _found_again(former: Segments, present: Segments) -> dict[int, AttachedSegment]:

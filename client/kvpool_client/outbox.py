@@ -4,7 +4,8 @@ Rules
   - Bounded: a block reported bad when too many wait is dropped (a reader will complain again).
   - A session that breaks may lose what was sent last. So the next one begins with all workers that went lately, and
     without answers to orders: the Master orders again what it saw no answer to.
-  - Only the session opened last takes anything.
+  - Only the session opened last takes anything. What was asked on a session, and may be answered from another thread
+    than ours, is answered on that session or not at all.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Outbox:
         self._session = 0
         self._bound: deque[pb.SlabBound] = deque()
         self._cleared: deque[int] = deque()
+        self._copied: deque[pb.SlotsCopied] = deque()
+        self._probed = 0
         self._bad: deque[pb.BadBlock] = deque(maxlen=BAD_MAX)
         self._gone: deque[int] = deque(maxlen=GONE_MAX)
         self._gone_unsent: deque[int] = deque(maxlen=GONE_MAX)
@@ -44,6 +47,20 @@ class Outbox:
         with self._wake:
             self._cleared.append(order)
             self._wake.notify_all()
+
+    def slots_copied(self, copied: pb.SlotsCopied, session: int) -> None:
+        """An order to copy slots, given on that session, has ended."""
+        with self._wake:
+            if session == self._session:
+                self._copied.append(copied)
+                self._wake.notify_all()
+
+    def probed(self, number: int, session: int) -> None:
+        """The Master asks on that session whether we are there. The newest number stands."""
+        with self._wake:
+            if session == self._session:
+                self._probed = number
+                self._wake.notify_all()
 
     def block_bad(self, block: pb.BadBlock) -> None:
         """A block was found bad."""
@@ -66,6 +83,8 @@ class Outbox:
             self._session += 1
             self._bound.clear()
             self._cleared.clear()
+            self._copied.clear()
+            self._probed = 0
             self._gone_unsent = self._gone.copy()
             self._wake.notify_all()
             return self._session
@@ -86,6 +105,9 @@ class Outbox:
             self._bound.clear()
             message.cleared.extend(self._cleared)
             self._cleared.clear()
+            message.copied.extend(self._copied)
+            self._copied.clear()
+            message.probed, self._probed = self._probed, 0
             message.workers_gone.extend(self._gone_unsent)
             self._gone_unsent.clear()
             size_bytes = 0
@@ -95,4 +117,4 @@ class Outbox:
             return True
 
     def _pending(self) -> bool:
-        return bool(self._bound or self._cleared or self._bad or self._gone_unsent)
+        return bool(self._bound or self._cleared or self._copied or self._probed or self._bad or self._gone_unsent)

@@ -26,11 +26,12 @@ from kvpool_client.adoption import (
     check_identity,
     new_contents,
     read_records,
-    torn_headers,
+    unfinished,
 )
 from kvpool_client.headers import (
     COMMITTED,
     MAGIC,
+    PEER_WRITER,
     SLAB_RECORD,
     SLOT_HEADER,
     SUPERBLOCK,
@@ -197,10 +198,11 @@ class OwnedSegment(SegmentMap):
         return generation
 
     def clear_slots(self, slot_bytes: int, runs: Iterable[tuple[int, int, int]]) -> int:
-        """Clear the headers in runs of (first slot, slots, stamp) that show just that stamp and are not WRITING.
+        """Clear the headers in runs of (first slot, slots, stamp) that show just that stamp and that no worker writes.
 
-        Answers how many. Slots of slabs that are not bound to this size hold nothing of it. Raises ProtocolError for
-        a size or a run that cannot be: nothing was done then.
+        What peers were writing is cleared too: see to it first that they do not any more. Slots of slabs that are not
+        bound to this size hold nothing of it. Answers how many. Raises ProtocolError for a size or a run that cannot
+        be: nothing was done then.
         """
         per_slab = self._slots(slot_bytes)
         wanted = list(runs)
@@ -212,7 +214,8 @@ class OwnedSegment(SegmentMap):
                 if self._bound[slab].slot_bytes == slot_bytes:
                     base = slab * per_slab
                     headers = self.own_table(slab)[max(0, first - base) : first + slots - base]
-                    cleared += _clear(headers, (headers["stamp"] == stamp) & (headers["state"] != WRITING))
+                    ours = (headers["state"] != WRITING) | (headers["worker_id"] == PEER_WRITER)
+                    cleared += _clear(headers, (headers["stamp"] == stamp) & ours)
         self._barrier()
         return cleared
 
@@ -287,7 +290,7 @@ class OwnedSegment(SegmentMap):
     def _take_stock(self) -> None:
         """Check records and headers; drop what is unsound, under a new number of the contents."""
         self._bound, lost = read_records(self)
-        torn = torn_headers(self)
+        torn, written = unfinished(self)
         if torn and self.mapped_workers():
             torn = []
         if lost or torn:
@@ -295,11 +298,9 @@ class OwnedSegment(SegmentMap):
         self._write_superblock()
         for slab in lost:
             self._bind(slab, self._bound[slab], cleared_slots=0)
-        for slab, slots in torn:
-            headers = self.own_table(slab)
-            _clear(headers, slots)
+        dropped, writes = (sum(_clear(self.own_table(slab), slots) for slab, slots in some) for some in (torn, written))
         self._barrier()
-        self.adoption = Adoption(kept=True, slots_dropped=sum(len(slots) for _, slots in torn), slabs_dropped=len(lost))
+        self.adoption = Adoption(kept=True, slots_dropped=dropped, slabs_dropped=len(lost), writes_dropped=writes)
 
     def _write_superblock(self) -> None:
         block = np.zeros(1, dtype=SUPERBLOCK)

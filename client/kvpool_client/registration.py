@@ -2,7 +2,7 @@
 
 Rules
   - A channel and a thread of its own; heartbeats and inventories leave from gRPC's sending threads, so that neither a
-    long order nor a slow call delays them.
+    long order nor a slow call delays them. The question whether we are there is answered from the thread that hears it.
   - Every call has a deadline, but the two streams: they end with the session, which ends when the Master is silent.
     There is no end of trying again.
   - Events of a stream that was closed are dropped.
@@ -14,24 +14,21 @@ import queue
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import grpc
 
+from kvpool_client.channel import NotVetted, generation_of, open_channel
 from kvpool_client.clock import Clock
+from kvpool_client.copying import Copier
 from kvpool_client.inventory_report import InventoryReport
 from kvpool_client.logs import Log
 from kvpool_client.node import Node
+from kvpool_client.orders import Orders
 from kvpool_client.session import Session, State
 from kvpool_client.session_messages import (
-    Announce,
-    AnswerWorkers,
-    Bind,
-    Bury,
-    Clearing,
-    ClearSlots,
     CloseSession,
     Due,
     Event,
@@ -42,15 +39,12 @@ from kvpool_client.session_messages import (
     InventoryDone,
     InventoryFailed,
     Left,
-    ObeyEpoch,
     OpenSession,
-    Order,
     Probe,
     Refused,
     Register,
     ReportInventory,
     Retire,
-    SetBypass,
     Stop,
 )
 from kvpool_client.session_wire import heard, registered
@@ -58,8 +52,11 @@ from kvpool_proto import pool_pb2 as pb
 from kvpool_proto import pool_pb2_grpc
 from kvpool_proto.errors import BadRequest, KVPoolError, ProtocolError, StaleIncarnation, UnknownNode, UnknownSegment
 from kvpool_proto.status import from_rpc_error
+from kvpool_proto.tls import Tls
 
 EVENTS_MAX: Final = 1024
+FENCE_LOOK_S: Final = 0.02
+"""How often it is looked whether writes that were told to end have ended."""
 HEARTBEAT_MS_MIN: Final = 10
 
 _CHANNEL_OPTIONS: Final = (
@@ -68,8 +65,8 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),  # ours is above it
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # the Master's name may mean another host by now
 )
-_Order = TypeVar("_Order", Order, Clearing)
 _AWAY: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -95,19 +92,28 @@ class _Stream:
 
 
 class Registration:
-    """Keeps `node` registered at the Master at `target` from start() to stop().
+    """Keeps `node` registered at the Master at `target` from start() to stop(). copier: carries out orders to copy.
 
     ended: set when it has stopped; `refused` then says why, if the Master turned it away for good.
     """
 
     def __init__(
-        self, target: str, node: Node, rpc_timeout_ms: int, backoff_max_ms: int, clock: Clock, log: Log
+        self,
+        target: str,
+        node: Node,
+        copier: Copier,
+        rpc_timeout_ms: int,
+        backoff_max_ms: int,
+        clock: Clock,
+        log: Log,
+        tls: Tls | None = None,
     ) -> None:
         self.counts = Counts()
         self.serving = threading.Event()
         self.ended = threading.Event()
         self.refused: str | None = None
         self._node = node
+        self._orders = Orders(node, copier, log)
         self._timeout_s = rpc_timeout_ms / 1000
         self._clock = clock
         self._log = log
@@ -117,6 +123,7 @@ class Registration:
         self._stream: _Stream | None = None
         self._report: InventoryReport | None = None
         self._target = target
+        self._tls = tls
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
 
     @property
@@ -126,7 +133,7 @@ class Registration:
 
     def start(self) -> None:
         """Begin to register; returns at once."""
-        self._channel: Any = grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+        self._channel = open_channel(self._target, self._tls, _CHANNEL_OPTIONS, self._clock)
         self._stub = pool_pb2_grpc.NodesStub(self._channel)
         self._thread.start()
 
@@ -155,10 +162,14 @@ class Registration:
         wake_ms = self._session.wake_ms()
         while True:
             left_s = None if wake_ms is None else max(0.0, (wake_ms - self._clock.now_ms()) / 1000)
+            look_s = min(FENCE_LOOK_S, FENCE_LOOK_S if left_s is None else left_s) if self._orders.waiting else left_s
             try:
-                source, event = self._events.get(timeout=left_s)
+                source, event = self._events.get(timeout=look_s)
             except queue.Empty:
-                return Due()
+                if look_s == left_s:
+                    return Due()
+                self._orders.again()
+                continue
             if self._counts_still(source):
                 return event
 
@@ -175,7 +186,10 @@ class Registration:
             self._session.check()
             self._tell(event, before)
             for instruction in instructions:
-                came = self._perform(instruction)
+                try:
+                    came = self._perform(instruction)
+                except NotVetted as error:  # a stream, which does not wait to be vetted
+                    self._report, came = None, self._failed(str(error))
                 if came is not None:
                     events.append(came)
 
@@ -226,32 +240,18 @@ class Registration:
                 return self._retire(incarnation)
             case ReportInventory(number):
                 self._report_inventory(number)
-            case Bind(orders):
-                self._carry_out("bind_slab", self._node.bind, orders)
-            case ClearSlots(orders):
-                self._carry_out("clear_slots", self._node.clear_slots, orders)
             case _:
-                self._tell_node(instruction)
+                self._orders.perform(instruction, self._stream.number if self._stream else 0)
         return None
-
-    def _tell_node(self, instruction: Announce | ObeyEpoch | Bury | SetBypass | AnswerWorkers) -> None:
-        node = self._node
-        match instruction:
-            case Announce(handles):
-                node.announce(handles)
-            case ObeyEpoch(epoch):
-                node.obey(epoch)
-            case Bury(tombstones):
-                node.bury(tombstones)
-            case SetBypass(bits):
-                node.set_bypass(bits)
-            case AnswerWorkers(ids):
-                node.answer_workers(ids)
 
     def _register(self, incarnation: int) -> Event:
         offers = self._node.offers()
         request = pb.RegisterRequest(
-            node_id=self._node.node_id, incarnation=incarnation, segments=offers, epoch_seen=self._session.epoch
+            node_id=self._node.node_id,
+            incarnation=incarnation,
+            segments=offers,
+            epoch_seen=self._session.epoch,
+            data_address=self._node.data_address,
         )
         try:
             reply = self._stub.Register(request, timeout=self._timeout_s)
@@ -275,6 +275,7 @@ class Registration:
 
     def _close_session(self) -> None:
         self._cancel_inventory()
+        self._orders.end()
         stream, self._stream = self._stream, None
         if stream is not None:
             self._node.outbox.close()
@@ -291,9 +292,13 @@ class Registration:
             report.cancel()
 
     def _heartbeats(self, number: int, incarnation: int) -> Iterator[pb.SessionUp]:
-        """What we say on a session: reports at once, and something at least every heartbeat. Runs in gRPC's thread."""
+        """What we say on a session: reports at once, and something at least every heartbeat. Runs in gRPC's thread.
+
+        It ends when the channel has a new connection, so that the next session is on that.
+        """
         wait_s = 0.0
-        while True:
+        generation = generation_of(self._channel)
+        while generation_of(self._channel) == generation:
             self._node.poll_workers()
             message = pb.SessionUp(node_id=self._node.node_id, incarnation=incarnation)
             if not self._node.outbox.fill(message, number, wait_s):
@@ -306,6 +311,8 @@ class Registration:
         """Hand what the Master says on a stream to our thread."""
         try:
             for message in stream.call:
+                if message.probe:
+                    self._node.outbox.probed(message.probe, stream.number)
                 self._hand_over(stream, heard(message))
             event: Event = self._failed("the Master ended the session")
         except ProtocolError as error:
@@ -339,13 +346,6 @@ class Registration:
             if refusal.code() in _AWAY:
                 return self._failed(f"silent: {refusal.details()}")
         return HeartbeatOk()
-
-    def _carry_out(self, name: str, do: Callable[[_Order], None], orders: tuple[_Order, ...]) -> None:
-        for order in orders:
-            try:
-                do(order)
-            except KVPoolError as error:
-                self._log.error("order_refused", order=name, segment=order.segment, text=str(error))
 
     def _retire(self, incarnation: int) -> Event:
         request = pb.RetireRequest(node_id=self._node.node_id, incarnation=incarnation)

@@ -7,9 +7,9 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,6 @@ class Extents:
 
     def __len__(self) -> int:
         return len(self.offset)
-
-    def segments_of(self, parts: range) -> set[int]:
-        """Handles of the segments in which parts parts.start .. parts.stop - 1 lie."""
-        rows = (self.part_from < parts.stop) & (self.part_to > parts.start)
-        return set(self.segment[rows].tolist())
 
 
 def extents_of(message: pb.Extents) -> Extents:
@@ -90,39 +85,97 @@ class Run(NamedTuple):
         return self.segment.slots(self.slot, (self.blocks - 1) * self.stride + 1, slot_bytes)[:: self.stride]
 
 
-def runs_of(
-    extents: Extents,
-    part: int,
-    segments: Mapping[int, AttachedSegment],
-    *,
-    slot_bytes: int,
-    first_block: int,
-    blocks: int,
-) -> list[Run]:
-    """The runs of one part, in chain order, with chain block first_block as block 0 of the layout.
+class Blocks(Protocol):
+    """Any run of blocks of a layout."""
 
-    Extents whose slot numbers go on in the next slab are cut there. Raises ProtocolError if they overlap or leave
-    [first_block, first_block + blocks), KeyError for a segment that is not in `segments`, SlotTooLarge.
+    @property
+    def first(self) -> int:
+        """The first block."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """How many."""
+        ...
+
+
+class Row(NamedTuple):
+    """Blocks first .. first + blocks - 1 of a layout, as far as an extent holds one part of them.
+
+    slot, slot + stride, ... of the segment. extent: its number; skipped: how many of its blocks come before these.
     """
-    rows = np.flatnonzero((extents.part_from <= part) & (part < extents.part_to))
-    rows = rows[np.argsort(extents.offset[rows], kind="stable")]
+
+    first: int
+    blocks: int
+    segment: int
+    slot: int
+    stride: int
+    stamp: int
+    extent: int
+    skipped: int = 0
+
+    def sub(self, start: int, blocks: int) -> Row:
+        """`blocks` of its blocks from the start-th on."""
+        return self._replace(
+            first=self.first + start,
+            blocks=blocks,
+            slot=self.slot + start * self.stride,
+            skipped=self.skipped + start,
+        )
+
+
+def rows_of(extents: Extents, part: int, *, first_block: int, blocks: int) -> list[Row]:
+    """The extents of one part, in chain order, with chain block first_block as block 0 of the layout.
+
+    Raises ProtocolError if they overlap or leave [first_block, first_block + blocks).
+    """
+    index = np.flatnonzero((extents.part_from <= part) & (part < extents.part_to))
+    index = index[np.argsort(extents.offset[index], kind="stable")]
     columns = (
-        extents.offset[rows] - first_block,
-        extents.blocks[rows],
-        extents.segment[rows],
-        extents.first_slot[rows] + part - extents.part_from[rows],
-        extents.stride[rows],
-        extents.stamp[rows],
+        extents.offset[index] - first_block,
+        extents.blocks[index],
+        extents.segment[index],
+        extents.first_slot[index] + part - extents.part_from[index],
+        extents.stride[index],
+        extents.stamp[index],
+        index,
     )
-    per_slab = {handle: slots_per_slab(segments[handle].slab_bytes, slot_bytes) for handle in set(columns[2].tolist())}
-    runs: list[Run] = []
+    rows = [Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
     end = 0
-    for first, length, handle, slot, stride, stamp in zip(*(column.tolist() for column in columns), strict=True):
-        if first < end or length < 1 or first + length > blocks or stride < 1:
+    for row in rows:
+        if row.first < end or row.blocks < 1 or row.first + row.blocks > blocks or row.stride < 1:
             raise ProtocolError(f"extents of part {part} overlap, or leave the {blocks} blocks asked for")
-        end = first + length
-        run = Run(first, length, segments[handle], slot, stride, stamp)
-        while (here := -(-(per_slab[handle] - run.slot % per_slab[handle]) // stride)) < run.blocks:
+        end = row.first + row.blocks
+    return rows
+
+
+def within(rows: Sequence[Row], spans: Sequence[tuple[int, int]]) -> list[Row]:
+    """What of the rows lies in `spans`: block ranges [start, end), in order and disjoint, as the rows are."""
+    found: list[Row] = []
+    at = 0
+    for row in rows:
+        while at < len(spans) and spans[at][1] <= row.first:
+            at += 1
+        for start, end in spans[at:]:
+            if start >= row.first + row.blocks:
+                break
+            low, high = max(start, row.first), min(end, row.first + row.blocks)
+            found.append(row if high - low == row.blocks else row.sub(low - row.first, high - low))
+    return found
+
+
+def mapped(rows: Sequence[Row], segments: Mapping[int, AttachedSegment], slot_bytes: int) -> list[Run]:
+    """The rows as runs of slots; rows whose slot numbers go on in the next slab are cut there.
+
+    Raises KeyError for a segment that is not in `segments`, SlotTooLarge.
+    """
+    handles = {row.segment for row in rows}
+    per_slab = {handle: slots_per_slab(segments[handle].slab_bytes, slot_bytes) for handle in handles}
+    runs: list[Run] = []
+    for row in rows:
+        run = Run(row.first, row.blocks, segments[row.segment], row.slot, row.stride, row.stamp)
+        slots = per_slab[row.segment]
+        while (here := -(-(slots - run.slot % slots) // run.stride)) < run.blocks:
             runs.append(run.sub(0, here))
             run = run.sub(here, run.blocks - here)
         runs.append(run)
@@ -155,6 +208,38 @@ def cut(runs: Sequence[Run], blocks_max: int) -> list[list[Run]]:
             start += blocks
             room -= blocks
     return groups
+
+
+def windows(runs: Sequence[Run], size_blocks: int) -> dict[int, list[Run]]:
+    """The runs by window: the n-th has the blocks from n * size_blocks on. Runs are cut where they must be."""
+    found: dict[int, list[Run]] = {}
+    for run in runs:
+        start = 0
+        while start < run.blocks:
+            window, into = divmod(run.first + start, size_blocks)
+            blocks = min(size_blocks - into, run.blocks - start)
+            found.setdefault(window, []).append(run.sub(start, blocks))
+            start += blocks
+    return found
+
+
+def before(runs: Sequence[Run], end: int) -> list[Run]:
+    """The runs as far as they lie before block `end`; they are in order."""
+    return [run if run.first + run.blocks <= end else run.sub(0, end - run.first) for run in runs if run.first < end]
+
+
+def block_at(runs: Sequence[Blocks], index: int) -> int | None:
+    """The number in the layout of the index-th block of `runs`; None: they have no more than that."""
+    for run in runs:
+        if index < run.blocks:
+            return run.first + index
+        index -= run.blocks
+    return None
+
+
+def count_before(runs: Iterable[Blocks], end: int) -> int:
+    """How many of the blocks of `runs` lie before block `end`."""
+    return sum(min(run.blocks, max(end - run.first, 0)) for run in runs)
 
 
 def headers_of(runs: Sequence[Run], slot_bytes: int) -> Array:
@@ -193,7 +278,7 @@ def stamps_of(runs: Sequence[Run]) -> U64:
     return np.repeat(_words([run.stamp for run in runs]), [run.blocks for run in runs])
 
 
-def count(runs: Sequence[Run]) -> int:
+def count(runs: Iterable[Blocks]) -> int:
     """How many blocks."""
     return sum(run.blocks for run in runs)
 

@@ -7,7 +7,9 @@ Rules
   - Contents and incarnation stay, whatever becomes of the Master or the connection. Each registration brings the
     handles that are good from then on: former ones, or new ones if the Master has forgotten us.
   - What the Master knows to be dead, and its switch, are carried out before workers are let in under its handles.
-  - Orders count only on the session on which they came; an inventory that fails ends the session.
+  - Orders count only on the session on which they came; an inventory that fails ends the session. Whether we are
+    there is answered where it is asked (registration.py), and never waits for an order.
+  - The key of an epoch's capabilities is known before the handles that they name.
   - A Master that sends us away is asked again at once, but from the second time in a row on with growing pauses. A
     session that lasted as long as the Master may be silent ends such a row.
 
@@ -32,6 +34,7 @@ from kvpool_client.session_messages import (
     Bury,
     ClearSlots,
     CloseSession,
+    CopySlots,
     Due,
     Event,
     Failed,
@@ -41,6 +44,7 @@ from kvpool_client.session_messages import (
     Instruction,
     InventoryDone,
     InventoryFailed,
+    LearnKey,
     Left,
     ObeyEpoch,
     OpenSession,
@@ -52,6 +56,7 @@ from kvpool_client.session_messages import (
     Retire,
     SetBypass,
     Stop,
+    TellTime,
 )
 
 BACKOFF_FIRST_MS: Final = 100
@@ -147,7 +152,8 @@ class Session:
         self._become(State.SERVING, "registered", now_ms)
         self._wake_ms = now_ms + event.silence_ms
         bury = (Bury(event.tombstones),) if event.tombstones else ()
-        return (*obey, *bury, SetBypass(event.bypass), Announce(event.handles), OpenSession())
+        learn = (LearnKey(event.epoch, event.key, event.master_ms, event.former_key_ms),) if event.key else ()
+        return (*obey, *bury, SetBypass(event.bypass), *learn, Announce(event.handles), OpenSession())
 
     def _serving(self, event: Event, now_ms: int) -> tuple[Instruction, ...]:
         match event:
@@ -181,6 +187,8 @@ class Session:
     def _heard(self, event: Heard) -> tuple[Instruction, ...]:
         """What is dead first: an inventory must not tell of it."""
         instructions: list[Instruction] = []
+        if event.master_ms:
+            instructions.append(TellTime(event.epoch, event.master_ms))
         if event.tombstones:
             instructions.append(Bury(event.tombstones))
         if event.bypass is not None:
@@ -189,6 +197,8 @@ class Session:
             instructions.append(ClearSlots(event.clearings))
         if event.orders:
             instructions.append(Bind(event.orders))
+        if event.copies:
+            instructions.append(CopySlots(event.copies))
         if event.ask_workers:
             instructions.append(AnswerWorkers(event.ask_workers))
         if event.inventory > self.inventory:

@@ -7,7 +7,7 @@ Rules
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,31 @@ class Clearing:
     runs: tuple[tuple[int, int, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy a run of a peer's blocks into slots of one's own: CopySlots of pool.proto. number: to be answered.
+
+    epoch: of the session it came on. source: the peer's node id and data address. macs: one per part of `parts`.
+    """
+
+    number: int
+    epoch: int
+    namespace: bytes
+    part_bytes: int
+    parts: range
+    blocks: int
+    source: tuple[str, str]
+    from_segment: int
+    from_slot: int
+    from_stride: int
+    from_stamp: int
+    macs: tuple[bytes, ...]
+    valid_until_ms: int
+    segment: int
+    slot: int
+    stamp: int
+
+
 Tombstones = tuple[tuple[bytes, int], ...]
 """(namespace, newest dead stamp)."""
 
@@ -45,7 +70,8 @@ class Due:
 class Registered:
     """The Master took us in. silence_ms: how long it may say nothing before we ask whether it is there.
 
-    bypass: all bits of the switch (bypass.py).
+    bypass: all bits of the switch (bypass.py). key: of this epoch's capabilities, empty: there are none; master_ms: the
+    Master's time; former_key_ms: how long the former epoch's key still holds.
     """
 
     epoch: int
@@ -53,11 +79,17 @@ class Registered:
     silence_ms: int
     tombstones: Tombstones = ()
     bypass: int = 0
+    key: bytes = field(default=b"", repr=False)
+    master_ms: int = 0
+    former_key_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A message on the session. inventory: the number to report it under, 0: not asked for. bypass: None: no news."""
+    """A message on the session. inventory: the number to report it under, 0: not asked for. bypass: None: no news.
+
+    master_ms: the Master's time, 0: not told.
+    """
 
     epoch: int
     orders: tuple[Order, ...] = ()
@@ -67,6 +99,8 @@ class Heard:
     clearings: tuple[Clearing, ...] = ()
     tombstones: Tombstones = ()
     bypass: int | None = None
+    copies: tuple[Copy, ...] = ()
+    master_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +195,7 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """End the stream, and an inventory that is on its way; nothing that they still say counts."""
+    """End the stream, an inventory that is on its way, and copies; nothing that they still say counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +208,24 @@ class ObeyEpoch:
     """Write the epoch to the superblocks: writers of the former one stop. Former handles mean nothing any more."""
 
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LearnKey:
+    """Check capabilities with this epoch's key; the former one's holds for reading, for a while."""
+
+    epoch: int
+    key: bytes = field(repr=False)
+    master_ms: int
+    former_key_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellTime:
+    """The Master's time, in which capabilities end."""
+
+    epoch: int
+    master_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +257,13 @@ class ClearSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class CopySlots:
+    """Carry out orders in the background and report how far they went."""
+
+    orders: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerWorkers:
     """Report those of these workers that are gone."""
 
@@ -232,10 +291,13 @@ Instruction = (
     | CloseSession
     | Probe
     | ObeyEpoch
+    | LearnKey
+    | TellTime
     | Bury
     | SetBypass
     | Bind
     | ClearSlots
+    | CopySlots
     | AnswerWorkers
     | ReportInventory
     | Retire

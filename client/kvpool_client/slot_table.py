@@ -22,6 +22,7 @@ from kvpool_client.headers import (
     FREE,
     PARENT_ROOT,
     PARENT_UNKNOWN,
+    PEER_WRITER,
     SLOT_HEADER,
     U64,
     WRITING,
@@ -30,7 +31,6 @@ from kvpool_client.headers import (
     life,
     places,
 )
-from kvpool_client.locks import WORKER_ID_MAX
 from kvpool_client.segment import SlabRecord
 from kvpool_proto.geometry import SLOT_HEADER_BYTES
 from kvpool_proto.keys import KEY_BYTES_MAX, KEY_BYTES_MIN
@@ -121,7 +121,7 @@ def _judge(
     slot_bytes = group[0][1].slot_bytes
     state = headers["state"]
     agree = headers["check"] == checks_at(headers, where)
-    used = agree & _can_be(headers, slot_bytes)
+    used = agree & can_be(headers, slot_bytes)
     odd = np.flatnonzero(~used & ~(agree & (state == FREE)))
     return Found(
         slot_bytes=slot_bytes,
@@ -134,7 +134,7 @@ def _judge(
     )
 
 
-def _can_be(headers: Array, slot_bytes: int) -> npt.NDArray[np.bool_]:
+def can_be(headers: Array, slot_bytes: int) -> npt.NDArray[np.bool_]:
     """Which headers say something that a writer could mean."""
     kind, key_bytes = headers["parent_kind"], headers["key_bytes"]
     return (
@@ -146,5 +146,5 @@ def _can_be(headers: Array, slot_bytes: int) -> npt.NDArray[np.bool_]:
         & (headers["part"] < PARTS_MAX)
         & (headers["stamp"] > 0)
         & (headers["length_bytes"] <= slot_bytes)
-        & (headers["worker_id"] <= WORKER_ID_MAX)
+        & (headers["worker_id"] <= PEER_WRITER)
     )

@@ -16,9 +16,10 @@ from kvpool_proto.namespace import NamespaceSpec
 class Stats:
     """Totals since connect, over all namespaces and threads.
 
-    Blocks count once however many parts were copied; bytes count every part. *_breaks: how often the Master or the
-    node client was given up until it answers a probe. *_short: by reason ("unreachable", "stale_epoch", "bypassed",
-    ...: answers.py), how many calls did less than they were asked for.
+    Blocks count once however many parts were copied; bytes count every part; remote_*: those of them that lie on other
+    nodes. *_breaks: how often the Master, the node client or another node was given up until it answers a probe.
+    *_short: by reason ("unreachable", "stale_epoch", "bypassed", ...: answers.py), how many calls did less than they
+    were asked for.
     """
 
     lookups: int = 0
@@ -30,17 +31,20 @@ class Stats:
     loaded_blocks: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
+    remote_loaded_bytes: int = 0
     load_seconds: float = 0.0
     stores: int = 0
     stored_blocks: int = 0
     stored_tokens: int = 0
     stored_bytes: int = 0
+    remote_stored_bytes: int = 0
     store_seconds: float = 0.0
     existing_blocks: int = 0
     verify_failures: int = 0
     bad_blocks_confirmed: int = 0
     master_breaks: int = 0
     node_breaks: int = 0
+    peer_breaks: int = 0
     lookups_short: Mapping[str, int]
     loads_short: Mapping[str, int]
     stores_short: Mapping[str, int]
@@ -87,10 +91,11 @@ class Counters:
                 self._short[call][reason] += 1
                 use.short[f"{call.removesuffix('s')}/{reason}"] += 1
 
-    def confirmed_bad(self, blocks: int) -> None:
-        """Count blocks that the node client found bad, too."""
+    def add(self, **amounts: float) -> None:
+        """Count what the node client is not told of: amounts of Stats."""
         with self._lock:
-            self._totals["bad_blocks_confirmed"] += blocks
+            for name, amount in amounts.items():
+                self._totals[name] += amount
 
     def take_untold(self) -> pb.LocalUse:
         """What was not told yet; it counts as told."""

@@ -18,15 +18,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import TIMEOUT_MAX
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvpool_client.clock import Clock
 from kvpool_client.devices.base import Buffer, Device
 from kvpool_client.gate import CopyGate
 from kvpool_client.headers import (
@@ -42,12 +40,26 @@ from kvpool_client.headers import (
     checks_at,
     pack_keys,
 )
-from kvpool_client.runs import Run, count, cut, head, headers_of, places_of, put_headers, stamps_of
+from kvpool_client.runs import (
+    Blocks,
+    Run,
+    before,
+    block_at,
+    count,
+    cut,
+    head,
+    headers_of,
+    places_of,
+    put_headers,
+    stamps_of,
+    windows,
+)
+from kvpool_client.transfer_engine import Copied as Copied
+from kvpool_client.transfer_engine import Progress, Written
+from kvpool_client.transfer_engine import Term as Term
+from kvpool_client.transfer_engine import Verify as Verify
 from kvpool_proto.errors import KVPoolError
 from kvpool_proto.namespace import NamespaceSpec
-
-Verify = Literal["full", "sampled", "off"]
-"""full: every block. sampled: one in SAMPLE_EVERY, which weakens "never wrong bytes". off: headers only."""
 
 SAMPLE_EVERY: Final = 8
 PIECE_BYTES: Final = 32 << 20
@@ -60,11 +72,11 @@ PROGRESS_BYTES: Final = 64 << 20
 
 
 class PartCopy:
-    """One part of a call: its runs and what their headers say, the engine's side.
+    """One part of a call, as far as it lies here: its runs and what their headers say, the engine's side.
 
-    chain: the keys of the layout's blocks. parent_kind: PARENT_* of headers.py, of the first block; parent_key: empty
-    unless that is PARENT_KEY; worker_id: the writer's number; readers compare none of these. Raises SlabChanged if a
-    slab is not bound as `runs` say.
+    chain: the keys of the layout's blocks, of which `runs` name some, in order. parent_kind: PARENT_* of headers.py,
+    of the first block; parent_key: empty unless that is PARENT_KEY; worker_id: the writer's number; readers compare
+    none of these. Raises SlabChanged if a slab is not bound as `runs` say.
     """
 
     def __init__(
@@ -78,17 +90,15 @@ class PartCopy:
         parent_key: bytes = b"",
         worker_id: int = 0,
     ) -> None:
+        self.part = part
         self.runs = runs
         self.buffer = buffer
         self.part_bytes = spec.part_bytes
         self.slot_bytes = spec.slot_bytes
-        headers = _expected_headers(spec, part, chain, parent_kind, parent_key)
-        if count(runs) != len(headers):  # a store of some of the blocks
-            headers = headers[np.concatenate([np.arange(run.first, run.first + run.blocks) for run in runs])]
-        headers["stamp"] = stamps_of(runs)
-        headers["worker_id"] = worker_id
-        self.headers = headers
+        self.headers = expected_headers(spec, part, chain, runs, parent_kind, parent_key)
         """COMMITTED, one per block of `runs`; checksums and checks are not filled in."""
+        self.headers["stamp"] = stamps_of(runs)
+        self.headers["worker_id"] = worker_id
         self.places = places_of(runs, spec.slot_bytes)
 
     def writing(self) -> Array:
@@ -99,48 +109,13 @@ class PartCopy:
         return headers
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """blocks: the leading ones that are right. reason: why not all; bad: the block to blame, where there is one."""
+def expected_headers(
+    spec: NamespaceSpec, part: int, chain: bytes, runs: Sequence[Blocks], parent_kind: int, parent_key: bytes
+) -> Array:
+    """What the headers of a part's blocks say when these are committed, one per block of `runs`.
 
-    blocks: int
-    reason: str = ""
-    bad: Run | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """How long a copy may go on: until deadline_ms on the clock, and while neither its segments nor `ruling` know an
-    epoch above `epoch`.
-
-    reason: what it is called when time is up. ruling: answers the highest epoch that this process has heard of.
+    The other arguments as for PartCopy; stamp, worker_id, checksum and check are not filled in.
     """
-
-    clock: Clock
-    deadline_ms: int
-    reason: str
-    epoch: int | None = None
-    ruling: Callable[[], int] = lambda: 0
-
-    def left_s(self) -> float:
-        """Seconds left, negative when over."""
-        return (self.deadline_ms - self.clock.now_ms()) / 1000
-
-    def ended(self, runs: Sequence[Run]) -> str:
-        """Why `runs` may not be copied any more; empty while they may."""
-        return self.reason if self.left_s() <= 0 else self.overruled(runs)
-
-    def overruled(self, runs: Sequence[Run]) -> str:
-        """The same but for the time: is there a newer epoch?"""
-        if self.epoch is None:
-            return ""
-        known = [self.ruling(), *(segment.epoch() for segment in {run.segment for run in runs})]
-        if max(known) <= self.epoch:
-            return ""
-        return "stale_epoch"
-
-
-def _expected_headers(spec: NamespaceSpec, part: int, chain: bytes, parent_kind: int, parent_key: bytes) -> Array:
     keys = pack_keys(chain, spec.key_bytes)
     headers = np.zeros(len(keys), dtype=SLOT_HEADER)
     headers["state"] = COMMITTED
@@ -153,7 +128,9 @@ def _expected_headers(spec: NamespaceSpec, part: int, chain: bytes, parent_kind:
     headers["parent_key"][1:] = keys[:-1]
     headers["parent_key"][:1] = np.void(parent_key.ljust(KEY_FIELD_BYTES, b"\0"))
     headers["length_bytes"] = spec.part_bytes
-    return headers
+    if count(runs) == len(headers):
+        return headers
+    return headers[np.concatenate([np.arange(run.first, run.first + run.blocks) for run in runs])]
 
 
 class LocalEngine:
@@ -179,62 +156,58 @@ class LocalEngine:
         if threads is not None:
             threads.shutdown()
 
-    def read(self, parts: Sequence[PartCopy], term: Term) -> Copied:
-        """Copy the slots of every part into its buffer, all parts of some blocks before the next blocks.
-
-        The runs of each part cover the same blocks, from block 0 on, without a gap. Rows behind the good blocks may
-        have been written to.
-        """
-        window = self._window_blocks(parts)
-        done = 0
-        for pieces in zip(*(cut(part.runs, window) for part in parts), strict=True):
-            asked = good = count(pieces[0])
-            result = Copied(good)
-            for part, piece in zip(parts, pieces, strict=True):
-                copied = self._read_piece(part, done, head(piece, good), term)
-                if copied.blocks < good:
-                    good, result = copied.blocks, copied
-            done += good
-            if good < asked:
-                self.device.publish()
-                return Copied(done, result.reason, result.bad)
+    def read(self, copies: Sequence[PartCopy], term: Term) -> list[Copied]:
+        """See TransferEngine. What lies behind the first block that is not right in some copy is not copied."""
+        found = [Copied(0)] * len(copies)
+        for turn in self._turns(copies):
+            end: int | None = None
+            for index, piece in turn:
+                wanted = piece if end is None else before(piece, end)
+                if wanted:
+                    copied = self._read_piece(copies[index], found[index].blocks, wanted, term)
+                    found[index] = Copied(found[index].blocks + copied.blocks, copied.reason, copied.bad)
+                    end = end if copied.blocks == count(wanted) else block_at(wanted, copied.blocks)
+            if end is not None:
+                break
         self.device.publish()
-        return Copied(done)
+        return found
 
-    def write(
-        self, parts: Sequence[PartCopy], term: Term, progress: Callable[[list[int]], str]
-    ) -> tuple[list[int], str]:
-        """Copy every part's buffer into its slots; returns blocks written per part, and why not all.
-
-        progress(written so far) is called now and then; what it returns, if anything, is a reason to stop.
-        """
+    def write(self, copies: Sequence[PartCopy], term: Term, progress: Progress) -> Written:
+        """See TransferEngine; always confirmed: when this has returned, nobody writes any more."""
         self.device.wait_sources()
-        window = self._window_blocks(parts)
-        cuts = [cut(part.runs, window) for part in parts]
-        marks = [part.writing() for part in parts]
-        written = [0] * len(parts)
+        marks = [copy.writing() for copy in copies]
+        written = [0] * len(copies)
         unreported_bytes = 0
-        for turn in range(max(map(len, cuts), default=0)):
-            reason = progress(written) if unreported_bytes >= PROGRESS_BYTES else ""
-            unreported_bytes = 0 if unreported_bytes >= PROGRESS_BYTES else unreported_bytes
-            for index, (part, pieces) in enumerate(zip(parts, cuts, strict=True)):
-                if not reason and turn < len(pieces):
-                    reason = self._write_piece(part, marks[index], turn * window, pieces[turn], term)
-                    if not reason:
-                        written[index] += count(pieces[turn])
-                        unreported_bytes += count(pieces[turn]) * part.slot_bytes
-            if reason:
-                return written, reason
-        return written, ""
+        for turn in self._turns(copies):
+            if unreported_bytes >= PROGRESS_BYTES:
+                unreported_bytes = 0
+                reason = progress(written)
+                if reason:
+                    return Written(written, reason)
+            for index, piece in turn:
+                copy = copies[index]
+                reason = self._write_piece(copy, marks[index], written[index], piece, term)
+                if reason:
+                    return Written(written, reason)
+                written[index] += count(piece)
+                unreported_bytes += count(piece) * copy.slot_bytes
+        return Written(written)
 
-    def _window_blocks(self, parts: Sequence[PartCopy]) -> int:
-        return max(1, self._piece_bytes // sum(part.slot_bytes for part in parts)) if parts else 1
+    def _turns(self, copies: Sequence[PartCopy]) -> list[list[tuple[int, list[Run]]]]:
+        """What is copied one after the other: every turn has the same few blocks of all copies that have some.
+
+        (number of the copy, its runs), at most about a piece together.
+        """
+        size_blocks = max(1, self._piece_bytes // max(sum(copy.slot_bytes for copy in copies), 1))
+        pieces = [windows(copy.runs, size_blocks) for copy in copies]
+        order = sorted({window for some in pieces for window in some})
+        return [[(index, some[window]) for index, some in enumerate(pieces) if window in some] for window in order]
 
     def _read_piece(self, part: PartCopy, start: int, runs: list[Run], term: Term) -> Copied:
         """Copy `runs`, the part's blocks from the start-th on."""
         with self._gate.load(term.left_s()) as admitted:
             reason = term.ended(runs) if admitted else term.reason
-            if reason or not runs:
+            if reason:
                 return Copied(0, reason)
             try:
                 return self._read_checked(part, start, runs)
@@ -244,7 +217,7 @@ class LocalEngine:
     def _read_checked(self, part: PartCopy, start: int, runs: list[Run]) -> Copied:
         before = headers_of(runs, part.slot_bytes)
         wanted = slice(start, start + len(before))
-        good, reason = _agree(before, part.headers[wanted], part.places[wanted])
+        good, reason = agree(before, part.headers[wanted], part.places[wanted])
         if good:
             kept = head(runs, good)
             sums = before["checksum"][:good].copy()
@@ -344,7 +317,7 @@ _BLOCK_FIELDS: Final = ("namespace", "part", "key_bytes", "key", "length_bytes")
 _KNOWN: Final = _mask()
 
 
-def _agree(found: Array, wanted: Array, places: U64) -> tuple[int, str]:
+def agree(found: Array, wanted: Array, places: U64) -> tuple[int, str]:
     """How many leading headers say what is wanted and are sound, and why the next does not."""
     sound = found["check"] == checks_at(found, places)
     good = sound & ~((_words(found) ^ _words(wanted)) & _KNOWN).any(axis=1)

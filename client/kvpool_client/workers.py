@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool_client.headers import PEER_WRITER
 from kvpool_client.locks import WORKER_ID_MAX
 from kvpool_client.owned_segment import OwnedSegment
 from kvpool_proto.errors import LimitReached
@@ -72,9 +73,10 @@ class Workers:
         return gone
 
     def gone_of(self, ids: Iterable[int]) -> list[int]:
-        """Those of `ids` that hold no lock on any segment, whoever let them in."""
+        """Those of `ids` that hold no lock on any segment, whoever let them in. PEER_WRITER is none of them."""
         return [
             worker_id
             for worker_id in ids
-            if not (0 < worker_id <= WORKER_ID_MAX and any(each.held_by(worker_id) for each in self._segments))
+            if worker_id != PEER_WRITER
+            and not (0 < worker_id <= WORKER_ID_MAX and any(each.held_by(worker_id) for each in self._segments))
         ]

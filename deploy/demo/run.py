@@ -159,7 +159,7 @@ def running_pool(screen: Screen, flags: argparse.Namespace) -> Iterator[Pool]:
         directory = _segment_dir(screen, flags, size, stack)
         node_id = f"demo-{os.getpid()}"
         stack.callback(_remove_segments, directory, node_id)
-        loopback = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-json"]
+        loopback = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--plaintext", "--log-json"]
         loopback += ["--state-dir", str(scratch / "master")]
         screen.tick("starting the Master")
         ready = stack.enter_context(daemon("the Master", ["kvpool_master", "serve", *loopback]))
@@ -173,8 +173,9 @@ def running_pool(screen: Screen, flags: argparse.Namespace) -> Iterator[Pool]:
             "--slab-bytes": str(SLAB_BYTES),
             "--socket-path": str(node_socket),
             "--http": "127.0.0.1:0",
+            "--data-listen": "127.0.0.1:0",
         }
-        words = [word for pair in settings.items() for word in pair] + ["--discard"]
+        words = [word for pair in settings.items() for word in pair] + ["--discard", "--plaintext"]
         screen.tick("starting the node client")
         stack.enter_context(daemon("the node client", ["kvpool_client", "serve", *words, "--log-json"]))
         screen.say(f"Pool      Master on {master}; node client with {size >> 20} MiB in {directory}")

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from kvpool_client.connectors.transformers import fingerprint, namespace_of, shape_of
 from kvpool_client.sdk import KVPool, Namespace
+from kvpool_proto.security import PLAINTEXT
 
 BLOCK_TOKENS = 128
 
@@ -83,7 +84,9 @@ def main() -> int:
     with ExitStack() as stack:
         namespace: Namespace | None = None
         if flags.master:
-            pool = stack.enter_context(KVPool.connect(master=flags.master, node_socket=flags.node_socket))
+            pool = stack.enter_context(
+                KVPool.connect(master=flags.master, node_socket=flags.node_socket, security=PLAINTEXT)
+            )
             namespace = pool.namespace(spec)
         play(Engine(model, shape, spec, hbm, namespace), Writer(tokenizer), tokenizer, sizes)
     say("end", evicted_blocks=hbm.evicted_blocks)

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from kvpool_master.core.settings import Settings
 from kvpool_master.logs import LEVELS
+from kvpool_proto.security import Security
 
 ENV_PREFIX = "KVPOOL_MASTER_"
 CORE_TABLE = "core"
@@ -73,6 +74,13 @@ class MasterConfig:
     listen: str = _about("gRPC address, host:port; port 0 takes a free one", "127.0.0.1:50051")
     http: str = _about("address of /metrics, /healthz and /readyz", "127.0.0.1:9500")
     state_dir: str = _about("directory of what outlives the Master; one for each Master", "/var/lib/kvpool")
+    plaintext: bool = _about("no TLS: nobody is authenticated, and everything can be read on the way", False)
+    tls_ca: str = _about("PEM file of the CA that every peer's certificate must come from", "")
+    tls_cert: str = _about("PEM file of the Master's own certificate, and those between it and the CA", "")
+    tls_key: str = _about("PEM file of its key", "")
+    tls_key_password_file: str = _about("file with the key's password, if it is encrypted", "")
+    tls_crl: str = _about("PEM file of the CA's revocation list; peers it names are refused", "")
+    tokens_file: str = _about("TOML file of tokens, roles and tenants; without it every peer may do all", "")
     message_bytes_max: int = _about("largest message that is received", 8 << 20)
     rpcs_max: int = _about("RPCs and sessions open at once; more are refused", 16_384)
     tick_ms: int = _about("time between two Ticks of the core", 200)
@@ -82,6 +90,18 @@ class MasterConfig:
     log_json: bool = _about("log lines as JSON", False)
     debug: bool = _about("serve Admin.CheckInvariants, which stops the world for its time", False)
     core: Settings = field(default_factory=Settings)
+
+    @property
+    def security(self) -> Security:
+        """How the Master is reached; checked when it starts."""
+        return Security(
+            plaintext=self.plaintext,
+            ca=self.tls_ca,
+            cert=self.tls_cert,
+            key=self.tls_key,
+            key_password_file=self.tls_key_password_file,
+            crl=self.tls_crl,
+        )
 
     def check(self) -> None:
         """Raise ConfigError, naming the key, unless the Master can start with this."""

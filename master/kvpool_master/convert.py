@@ -62,11 +62,14 @@ def reserve_from_message(request: pb.ReserveRequest) -> Reserve:
         request.part_to,
         tuple(request.nodes),
         request.worker_id,
+        request.shares or 1,
+        request.share,
+        tuple(request.avoid_nodes),
     )
 
 
-def reserved_to_message(reserved: Reserved, epoch: int) -> pb.ReserveReply:
-    """The reply of a reservation."""
+def reserved_to_message(reserved: Reserved, epoch: int, shares: int) -> pb.ReserveReply:
+    """The reply of a reservation, without its holders."""
     reply = pb.ReserveReply(
         answered_blocks=reserved.answered,
         reason=enum_to_message(reserved.reason),
@@ -83,6 +86,8 @@ def reserved_to_message(reserved: Reserved, epoch: int) -> pb.ReserveReply:
         reply.run_part_from.extend(part_from)
         reply.run_part_to.extend(part_to)
         reply.run_state.extend(state)
+        if shares > 1:
+            reply.run_share.extend([run.share for run in reserved.runs])
     if reserved.extents:
         reply.extents.CopyFrom(extents_to_message(reserved.extents))
     return reply
@@ -111,6 +116,7 @@ def commit_from_message(request: pb.CommitRequest) -> Commit:
         request.blocks_written,
         request.final,
         request.worker_id,
+        request.share,
     )
 
 
@@ -152,6 +158,10 @@ def status_to_message(snapshot: Snapshot, version: str, uptime_ms: int, bypass: 
         ready=snapshot.ready,
         recovery=snapshot.recovery,
         bypass=bypass_to_message(bypass),
+        tenants=[
+            pb.TenantStatus(tenant=held.tenant, stored_bytes=held.bytes, quota_bytes=held.quota_bytes)
+            for held in snapshot.tenants
+        ],
     )
 
 
@@ -176,4 +186,6 @@ def _node_to_message(node: NodeSnapshot) -> pb.NodeStatus:
         heartbeat_age_ms=node.heartbeat_age_ms,
         segments=segments,
         inventory=node.inventory,
+        data_address=node.data_address,
+        drain_left_blocks=node.drain_left_blocks,
     )

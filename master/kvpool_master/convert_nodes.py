@@ -21,23 +21,29 @@ from kvpool_master.core.messages import (
     Bury,
     ClearSlots,
     Command,
+    CopySlots,
     InventoryEnd,
     InventorySlabs,
     InventoryStrands,
     InventoryWriting,
     Parent,
+    ProbeAnswered,
+    ProbeNode,
     Register,
     SegmentOffer,
     SlabBound,
     SlotsCleared,
+    SlotsCopied,
     Strand,
     WorkerGone,
 )
+from kvpool_master.grants import Grants
 from kvpool_master.sessions import Order
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import BadRequest, StaleInventory
 
 _NUMBER_BITS = 32
+_NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 COMMAND_BLOCKS = 1024
 
 
@@ -47,7 +53,7 @@ def register_from_message(request: pb.RegisterRequest) -> Register:
         SegmentOffer(offer.index, offer.size_bytes, offer.slab_bytes, offer.numa_node, offer.contents, offer.holds)
         for offer in request.segments
     ]
-    return Register(request.node_id, request.incarnation, tuple(offers), request.epoch_seen)
+    return Register(request.node_id, request.incarnation, tuple(offers), request.epoch_seen, request.data_address)
 
 
 def reports_from_message(node: str, incarnation: int, message: pb.SessionUp, epoch: int) -> Iterator[Command]:
@@ -56,16 +62,24 @@ def reports_from_message(node: str, incarnation: int, message: pb.SessionUp, epo
         yield WorkerGone(node, gone)
     for bad in message.bad_blocks:
         yield BlockBad(bad.namespace_id, bad.chain, bad.stamp)
+    if message.probed:
+        yield ProbeAnswered(node, incarnation, message.probed)
     for number in message.cleared:
         if number >> _NUMBER_BITS == epoch:
-            yield SlotsCleared(node, incarnation, number & ((1 << _NUMBER_BITS) - 1))
+            yield SlotsCleared(node, incarnation, number & _NUMBER_MASK)
+    for copied in message.copied:
+        if copied.order >> _NUMBER_BITS == epoch:
+            yield SlotsCopied(node, incarnation, copied.order & _NUMBER_MASK, copied.blocks)
     for bound in message.slabs_bound:
         yield SlabBound(node, incarnation, bound.segment, bound.slab, bound.slot_bytes)
 
 
-def orders_to_message(orders: Sequence[Order], epoch: int) -> pb.SessionDown:
-    """Orders of one node, as they go down its session."""
-    down = pb.SessionDown(epoch=epoch)
+def orders_to_message(orders: Sequence[Order], epoch: int, now_ms: int, grants: Grants, copy_ms: int) -> pb.SessionDown:
+    """Orders of one node, as they go down its session. A copy whose source is gone is not told; the core gives it up.
+
+    copy_ms: how long the rights to sources hold.
+    """
+    down = pb.SessionDown(epoch=epoch, master_ms=now_ms)
     for order in orders:
         match order:
             case BindSlab():
@@ -80,6 +94,12 @@ def orders_to_message(orders: Sequence[Order], epoch: int) -> pb.SessionDown:
                     slots=slots,
                     stamp=stamp,
                 )
+            case CopySlots():
+                source = grants.source(order, now_ms + copy_ms)
+                if source is not None:
+                    down.copy_slots.append(_copy_to_message(order, epoch, source, now_ms + copy_ms))
+            case ProbeNode():
+                down.probe = order.number
             case AskInventory():
                 down.report_inventory = epoch << _NUMBER_BITS | order.number
             case AskWorkers():
@@ -92,11 +112,32 @@ def orders_to_message(orders: Sequence[Order], epoch: int) -> pb.SessionDown:
     return down
 
 
+def _copy_to_message(order: CopySlots, epoch: int, source: pb.Holder, valid_until_ms: int) -> pb.CopySlots:
+    _, blocks, segment, first_slot, part_from, part_to, stride, stamp = order.source
+    return pb.CopySlots(
+        order=epoch << _NUMBER_BITS | order.order,
+        namespace_id=order.namespace,
+        part_bytes=order.part_bytes,
+        part_from=part_from,
+        part_to=part_to,
+        blocks=blocks,
+        from_segment=segment,
+        from_slot=first_slot,
+        from_stride=stride,
+        from_stamp=stamp,
+        source=source,
+        valid_until_ms=valid_until_ms,
+        to_segment=order.to_segment,
+        to_slot=order.to_slot,
+        stamp=order.stamp,
+    )
+
+
 def inventory_from_message(chunk: pb.InventoryChunk, epoch: int) -> Iterator[Command]:
     """The commands of a chunk, in order. Raises StaleInventory for a number of another epoch, BadRequest."""
     if chunk.number >> _NUMBER_BITS != epoch:
         raise StaleInventory(f"inventory {chunk.number} was not asked for under epoch {epoch}")
-    number = chunk.number & ((1 << _NUMBER_BITS) - 1)
+    number = chunk.number & _NUMBER_MASK
     of_node = (chunk.node_id, chunk.incarnation, number)
     if chunk.slab or chunk.slot_bytes or not (chunk.strands or chunk.writing or chunk.HasField("end")):
         yield InventorySlabs(*of_node, chunk.segment, tuple(_rows("slabs", chunk.slab, chunk.slot_bytes)))

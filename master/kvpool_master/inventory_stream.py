@@ -31,6 +31,7 @@ class InventoryStream:
     async def serve(self, chunks: AsyncIterator[pb.InventoryChunk], context: Any) -> pb.InventoryReply:
         """One inventory, from its first chunk to its end."""
         try:
+            self._guard.admit(context, "Inventory")
             return await self._take(chunks)
         except Exception as error:
             await self._guard.abort("Inventory", context, error)

@@ -3,8 +3,8 @@
 Rules
   - METRICS is the list: name as exposed -> use. What is not in it cannot be exported, and all of it always is.
   - Names are in the user's words; units stand last; a counter ends in _total and falls only with a new Master.
-  - Namespaces are labelled with the first 12 hex digits of their id and the model; nodes with node id and the
-    node's own number of the segment.
+  - Namespaces are labelled with the first 12 hex digits of their id and the model; segments with node id and the
+    node's own number of the segment; tenants by name.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvpool_master.core.messages import GoneReason, Reason
-from kvpool_master.core.snapshot import EVICTED_IDLE_BOUNDS_S, NamespaceSnapshot, SegmentSnapshot, Snapshot
+from kvpool_master.core.snapshot import (
+    EVICTED_IDLE_BOUNDS_S,
+    NamespaceSnapshot,
+    SegmentSnapshot,
+    Snapshot,
+    TenantSnapshot,
+)
 from kvpool_master.state import BYPASS_BITS
 
 RPC_BOUNDS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1, 1.0)
 LATE_BOUNDS_S = (1e-3, 5e-3, 1e-2, 5e-2, 1e-1, 5e-1, 1.0, 2.0, 5.0)
 NAMESPACE_HEX_DIGITS = 12
-NODE_STATES = ("up", "suspect")
+NODE_STATES = ("up", "ramp", "draining", "drained", "suspect")
 INVENTORY_STATES = ("waiting", "arriving", "failed")
 
 METRICS: dict[str, str] = {
@@ -65,7 +71,8 @@ METRICS: dict[str, str] = {
     "kvpool_master_evict_passes_total": "Passes of eviction.",
     "kvpool_master_evict_blocked_total": "Passes that freed less than was needed, by what held the leaves.",
     # nodes and their space
-    "kvpool_master_nodes": "Nodes by state; suspect ones are hidden from lookups.",
+    "kvpool_master_nodes": "Nodes by state; suspect ones are hidden from lookups, drained ones may be stopped.",
+    "kvpool_master_nodes_reported_total": "Times that a node became suspect since workers could not use its data port.",
     "kvpool_master_sessions": "Node clients that are connected.",
     "kvpool_master_segment_bytes": "Size of each segment.",
     "kvpool_master_segment_used_bytes": "Slots of a segment that are not free.",
@@ -74,6 +81,18 @@ METRICS: dict[str, str] = {
     "kvpool_master_segment_deferred_bytes": "Of these, hidden and waiting for leases to end.",
     "kvpool_master_segment_unclaimed_bytes": "Of these, recovered for namespaces that nobody has opened again yet.",
     "kvpool_master_segment_closed_state": "1 while a segment takes no reservation: an inventory or a grace is awaited.",
+    # placement, copies between nodes
+    "kvpool_master_spilled_block_parts_total": "Parts of blocks granted on another node than the writer's.",
+    "kvpool_master_copies_live": "Copies between nodes that are ordered and not answered.",
+    "kvpool_master_copies_failed_total": "Copies that brought fewer blocks than ordered, or were not answered.",
+    "kvpool_master_moved_blocks_total": "Blocks moved off draining nodes; if its parts were moved apart, each counts.",
+    "kvpool_master_replicated_blocks_total": "Blocks that got another copy, counted in the same way.",
+    # rights
+    "kvpool_master_tenant_bytes": "Slot bytes that a tenant's namespaces hold, replicas included.",
+    "kvpool_master_tenant_quota_bytes": "What it may hold; 0: no limit.",
+    "kvpool_master_over_quota_total": "Reservations answered short since the tenant's quota was full.",
+    "kvpool_master_capabilities_total": "Capabilities given out: one for each node and part of a reply.",
+    "kvpool_master_refused_total": "Requests refused for want of a right, by reason.",
     # recovery after a restart
     "kvpool_master_ready_state": "1 once every known node has reported what it holds, or its time was over.",
     "kvpool_master_inventories_live": "Inventories that are awaited, by state; failed: until the node registers again.",
@@ -128,6 +147,11 @@ _OF_SEGMENT: Mapping[str, Callable[[SegmentSnapshot], int]] = {
     "kvpool_master_segment_unclaimed_bytes": lambda segment: segment.unclaimed_bytes,
     "kvpool_master_segment_closed_state": lambda segment: int(segment.closed),
 }
+_OF_TENANT: Mapping[str, Callable[[TenantSnapshot], int]] = {
+    "kvpool_master_tenant_bytes": lambda held: held.bytes,
+    "kvpool_master_tenant_quota_bytes": lambda held: held.quota_bytes,
+    "kvpool_master_over_quota_total": lambda held: held.over_quota,
+}
 _OF_POOL: Mapping[str, Callable[[Snapshot], int]] = {
     "kvpool_master_gone_ring_blocks": lambda pool: pool.ring_blocks,
     "kvpool_master_directory_bytes": lambda pool: pool.directory_bytes,
@@ -141,6 +165,12 @@ _OF_POOL: Mapping[str, Callable[[Snapshot], int]] = {
     "kvpool_master_reservations_aborted_total": lambda pool: pool.counters.reservations_aborted,
     "kvpool_master_reservations_expired_total": lambda pool: pool.counters.reservations_expired,
     "kvpool_master_evict_passes_total": lambda pool: pool.counters.evict_passes,
+    "kvpool_master_nodes_reported_total": lambda pool: pool.counters.nodes_reported,
+    "kvpool_master_spilled_block_parts_total": lambda pool: pool.counters.spilled_blocks,
+    "kvpool_master_copies_live": lambda pool: pool.copies_open,
+    "kvpool_master_copies_failed_total": lambda pool: pool.counters.copies_failed,
+    "kvpool_master_moved_blocks_total": lambda pool: pool.counters.moved_blocks,
+    "kvpool_master_replicated_blocks_total": lambda pool: pool.counters.replicated_blocks,
     "kvpool_master_ready_state": lambda pool: int(pool.ready),
     "kvpool_master_inventories_completed_total": lambda pool: pool.counters.inventories_completed,
     "kvpool_master_inventories_failed_total": lambda pool: pool.counters.inventories_failed,
@@ -197,7 +227,10 @@ class MasterCollector(Collector):
         state_writes: Histogram,
         bypass: Callable[[], int],
         version: str,
+        capabilities: Callable[[], int],
+        refused: Mapping[str, int],
     ) -> None:
+        """refused: by reason, and counted on by who owns it."""
         self._snapshot = snapshot
         self._rpc_times = rpc_times
         self._late = late
@@ -206,6 +239,8 @@ class MasterCollector(Collector):
         self._state_writes = state_writes
         self._bypass = bypass
         self._version = version
+        self._capabilities = capabilities
+        self._refused = refused
 
     def describe(self) -> list[Metric]:
         """Nothing, so that registering takes no snapshot."""
@@ -216,6 +251,8 @@ class MasterCollector(Collector):
         pool = self._snapshot()
         yield from _namespace_families(pool)
         yield from _node_families(pool)
+        for name, value in _OF_TENANT.items():
+            yield _filled(name, ["tenant"], [((held.tenant,), value(held)) for held in pool.tenants])
         for name, value in _OF_POOL.items():
             yield _filled(name, [], [((), value(pool))])
         blocked = [((why,), passes) for why, passes in sorted(pool.counters.evict_blocked.items())]
@@ -242,6 +279,9 @@ class MasterCollector(Collector):
         bits = self._bypass()
         off = [((call,), int(bool(bits & bit))) for call, bit in BYPASS_BITS.items()]
         yield _filled("kvpool_master_bypass_state", ["call"], off)
+        yield _filled("kvpool_master_capabilities_total", [], [((), self._capabilities())])
+        refused = [((why,), count) for why, count in sorted(self._refused.items())]
+        yield _filled("kvpool_master_refused_total", ["reason"], refused)
         yield _filled("kvpool_master_failed_ticks_total", [], [((), self._failed_ticks())])
         yield _filled("kvpool_master_sessions", [], [((), self._sessions())])
         yield _filled("kvpool_master_memory_bytes", [], [((), _resident_bytes())])

@@ -11,14 +11,26 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from kvpool_master.addresses import check_data_address
 from kvpool_master.convert import bypass_to_message, tombstones_to_message
 from kvpool_master.convert_nodes import orders_to_message, register_from_message, reports_from_message
-from kvpool_master.core.messages import Heartbeat, Registered, RetireNode, SlabBound, SlotsCleared
+from kvpool_master.core.messages import (
+    Heartbeat,
+    ProbeAnswered,
+    Registered,
+    RetireNode,
+    SlabBound,
+    SlotsCleared,
+    SlotsCopied,
+)
 from kvpool_master.rpc import Guard
 from kvpool_master.sessions import Session
 from kvpool_master.shell import Shell
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import BadRequest, KVPoolError
+
+WHY_CHARS_MAX = 200
+"""Of a node client's word for what went wrong, what is logged."""
 
 
 class NodesService:
@@ -27,10 +39,11 @@ class NodesService:
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
 
-    def Register(self, request: pb.RegisterRequest) -> pb.RegisterReply:
-        """Offer a node's segments."""
+    def Register(self, request: pb.RegisterRequest, peer: str) -> pb.RegisterReply:
+        """Offer a node's segments. peer: where the node called from."""
         shell = self._shell
         shell.refuse_when_stopping()
+        check_data_address(request.data_address, peer)
         shell.meet(request.node_id, request.epoch_seen)
         # The effects may be orders to this very incarnation: it has to be known before they are carried out.
         registered: Registered = shell.ask(register_from_message(request))
@@ -44,6 +57,7 @@ class NodesService:
             segments=len(request.segments),
             holds=any(offer.holds for offer in request.segments),
             epoch_seen=request.epoch_seen,
+            data_address=request.data_address,
         )
         settings = shell.config.core
         return pb.RegisterReply(
@@ -54,6 +68,9 @@ class NodesService:
             retire_ms=settings.retire_ms,
             tombstones=tombstones_to_message(registered.tombstones),
             bypass=bypass_to_message(shell.bypass),
+            capability_key=shell.grants.key,
+            master_ms=shell.clock.now_ms(),
+            former_key_ms=settings.lease_life_max_ms,
         )
 
     def Retire(self, request: pb.RetireRequest) -> pb.RetireReply:
@@ -74,6 +91,7 @@ class SessionStream:
     async def serve(self, messages: AsyncIterator[pb.SessionUp], context: Any) -> None:
         """One session, from its first message to its end."""
         try:
+            self._guard.admit(context, "Session")
             first = await anext(messages, None)
             if first is None:
                 return
@@ -94,7 +112,7 @@ class SessionStream:
     async def _converse(
         self, session: Session, first: pb.SessionUp, messages: AsyncIterator[pb.SessionUp], context: Any
     ) -> None:
-        hear = asyncio.create_task(self._hear(session, first, messages))
+        hear = asyncio.create_task(self._hear(session, first, messages, context))
         tell = asyncio.create_task(self._tell(session, context))
         try:
             done, _ = await asyncio.wait({hear, tell}, return_when=asyncio.FIRST_COMPLETED)
@@ -105,13 +123,17 @@ class SessionStream:
         for task in done:
             task.result()
 
-    async def _hear(self, session: Session, first: pb.SessionUp, messages: AsyncIterator[pb.SessionUp]) -> None:
+    async def _hear(
+        self, session: Session, first: pb.SessionUp, messages: AsyncIterator[pb.SessionUp], context: Any
+    ) -> None:
         self._reported(session, first)
         async for message in messages:
             # A session that was superseded says nothing any more: its orders were sent again on the new one.
             if session.ended:
                 return
+            self._guard.admit(context, "Session")  # rights may end while it lasts
             self._shell.apply(Heartbeat(session.node, session.incarnation))
+            session.heard(self._shell.clock.now_ms())
             self._reported(session, message)
 
     def _reported(self, session: Session, message: pb.SessionUp) -> None:
@@ -122,15 +144,30 @@ class SessionStream:
                 self._shell.log.warning(
                     "report_refused", node=session.node, report=type(command).__name__, text=str(error)
                 )
-            if isinstance(command, SlabBound):
-                self._shell.sessions.bound(command)
-            elif isinstance(command, SlotsCleared):
-                self._shell.sessions.cleared(command)
+            match command:
+                case SlabBound():
+                    self._shell.sessions.bound(command)
+                case SlotsCleared():
+                    self._shell.sessions.cleared(command)
+                case SlotsCopied():
+                    self._shell.sessions.copied(command)
+                case ProbeAnswered():
+                    self._shell.sessions.probed(command)
+                case _:
+                    pass
+        for copied in message.copied:
+            if copied.why:
+                self._shell.log.warning(
+                    "copy_short", node=session.node, blocks=copied.blocks, why=copied.why[:WHY_CHARS_MAX]
+                )
 
     async def _tell(self, session: Session, context: Any) -> None:
+        shell = self._shell
+        copy_ms = shell.config.core.copy_ms
         while (orders := await session.next()) is not None:
-            await context.write(orders_to_message(orders, self._shell.epoch))
+            session.told_ms = shell.clock.now_ms()
+            await context.write(orders_to_message(orders, shell.epoch, session.told_ms, shell.grants, copy_ms))
         if session.error is not None:
             raise session.error
         if session.retired:
-            await context.write(pb.SessionDown(epoch=self._shell.epoch, retired=True))
+            await context.write(pb.SessionDown(epoch=shell.epoch, master_ms=shell.clock.now_ms(), retired=True))

@@ -1,8 +1,10 @@
-"""The way of every RPC: its deadline, its errors, its time. What it does is a plain function of the request.
+"""The way of every RPC: may it, its deadline, its errors, its time. What it does is a plain function of the request.
 
 The few that wait for somebody else are coroutine functions of the request and the seconds that are left of its time.
+Those that have to know who asks declare a second parameter `peer`: gRPC's word for the other end of the connection.
 
 Rules
+  - Who asks is admitted before anything else is looked at (auth.py); a stream's handler asks for that itself.
   - A request whose deadline has passed is dropped undone.
   - A KVPoolError becomes its status with google.rpc.ErrorInfo. Anything else is a bug of ours: INTERNAL to the
     caller, one traceback in the log, and the Master goes on.
@@ -20,6 +22,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
+from kvpool_master.auth import Auth
 from kvpool_master.clock import Clock
 from kvpool_master.logs import Log
 from kvpool_master.metrics import RpcTimes
@@ -32,10 +35,16 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 class Guard:
     """Makes gRPC handlers of plain functions; its own cost is about 2 us a call."""
 
-    def __init__(self, clock: Clock, log: Log, times: RpcTimes) -> None:
+    def __init__(self, clock: Clock, log: Log, times: RpcTimes, auth: Auth | None = None) -> None:
         self._clock = clock
         self._log = log
         self._times = times
+        self._auth = auth
+
+    def admit(self, context: Any, method: str, request: Any = None) -> None:
+        """Return if the caller may make this call; see Auth.admit()."""
+        if self._auth is not None:
+            self._auth.admit(context, method, request)
 
     def service(self, descriptor: ServiceDescriptor, functions: object) -> Any:
         """A servicer for the generated add_*_to_server: each unary method of the service by the function of its name.
@@ -48,16 +57,20 @@ class Guard:
     def _unary(self, method: str, function: Callable[..., Any]) -> Handler:
         observe, precise_s = self._times.observe, self._clock.precise_s
         waits = inspect.iscoroutinefunction(function)
+        asks_who = "peer" in inspect.signature(function).parameters
 
         async def handle(request: Any, context: Any) -> Any:
             """Reply as the function does; an error, also a deadline that has passed, ends the RPC."""
             started_s = precise_s()
             code = "OK"
             try:
+                self.admit(context, method, request)
                 remaining_s = context.time_remaining()
                 if remaining_s is not None and remaining_s <= 0:
                     raise DeadlinePassed(f"{method} arrived after its deadline; nothing was done")
-                return await function(request, remaining_s) if waits else function(request)
+                if waits:
+                    return await function(request, remaining_s)
+                return function(request, context.peer()) if asks_who else function(request)
             except Exception as error:
                 code = error.code if isinstance(error, KVPoolError) else "INTERNAL"
                 await self.abort(method, context, error)

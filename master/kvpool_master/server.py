@@ -24,12 +24,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvpool_master.admin_service import AdminService
+from kvpool_master.auth import Auth
 from kvpool_master.clock import SYSTEM, Clock
 from kvpool_master.config import MasterConfig, split_address, version
 from kvpool_master.core.pool import Pool
@@ -39,12 +41,18 @@ from kvpool_master.logs import LibraryHandler, Log
 from kvpool_master.metrics import MasterCollector, RpcTimes, exposition, registry_of
 from kvpool_master.nodes_service import NodesService, SessionStream
 from kvpool_master.rpc import Guard
-from kvpool_master.service import AdminService, PoolService
+from kvpool_master.service import PoolService
 from kvpool_master.shell import Core, Shell
 from kvpool_master.state import State, StateError
 from kvpool_master.sweeper import Sweeper
+from kvpool_master.tokens import Tokens
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto import pool_pb2_grpc as pb_grpc
+from kvpool_proto.security import PLAINTEXT_WARNING, SecurityError
+from kvpool_proto.tls import tls_of
+
+if TYPE_CHECKING:
+    from kvpool_master.certificates import Certificates
 
 EXIT_OK = 0
 EXIT_NOT_STARTED = 1
@@ -79,7 +87,16 @@ class MasterServer:
     ) -> None:
         self.config = config
         self.log = log or Log(config.log_level, config.log_json, clock, sys.stderr)
+        self._certificates, tokens = _secured(config, clock, self.log)
         self.shell = _shell(config, clock, self.log, make_core)
+        self.auth = Auth(
+            self._certificates,
+            tokens,
+            tenant_of=self.shell.tenant_of,
+            namespace_of=self.shell.namespace_of,
+            clock=clock,
+            log=self.log,
+        )
         self.grpc_port = 0
         self.http_port = 0
         self._serving = False
@@ -129,7 +146,7 @@ class MasterServer:
         server = grpc.aio.server(
             options=_options(self.config.message_bytes_max), maximum_concurrent_rpcs=self.config.rpcs_max
         )
-        guard = Guard(self.shell.clock, self.log, self.rpc_times)
+        guard = Guard(self.shell.clock, self.log, self.rpc_times, self.auth)
         services = pb.DESCRIPTOR.services_by_name
         pool = guard.service(services["Pool"], PoolService(self.shell))
         admin = guard.service(services["Admin"], AdminService(self.shell, version()))
@@ -140,9 +157,13 @@ class MasterServer:
         pb_grpc.add_AdminServicer_to_server(admin, server)
         pb_grpc.add_NodesServicer_to_server(nodes, server)
         _HEALTH_GRPC.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        if not self.config.tokens_file:  # it asks for none
+            reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
-            self.grpc_port = server.add_insecure_port(self.config.listen)
+            if self._certificates is None:
+                self.grpc_port = server.add_insecure_port(self.config.listen)
+            else:
+                self.grpc_port = server.add_secure_port(self.config.listen, self._certificates.credentials())
         except RuntimeError as error:
             raise StartError(f"listen = {self.config.listen}: in use, or not an address of this machine") from error
         self._grpc = server
@@ -167,6 +188,8 @@ class MasterServer:
                 sessions=lambda: self.shell.sessions.open_sessions,
                 state_writes=self.shell.state_writes,
                 bypass=lambda: self.shell.bypass,
+                capabilities=lambda: self.shell.grants.made,
+                refused=self.auth.refused,
                 version=version(),
             )
         )
@@ -182,6 +205,29 @@ class MasterServer:
         if not self.shell.ready.is_set():
             return Answer(503, f"recovering: {self.shell.snapshot().recovery}\n".encode())
         return Answer(200, b"ready\n")
+
+
+def _secured(config: MasterConfig, clock: Clock, log: Log) -> tuple[Certificates | None, Tokens | None]:
+    """What callers are known by. Raises StartError."""
+
+    def warn(text: str) -> None:
+        """What is wrong with new files."""
+        log.error("security", text=text)
+
+    try:
+        tls = tls_of(config.security, warn, clock.now_ms)
+        if tls is None:
+            if config.tokens_file:
+                raise SecurityError("tokens_file together with plaintext: tokens travel only over TLS; drop one")
+            return None, None
+        from kvpool_master.certificates import Certificates  # cryptography takes a while, and plain text none of it
+
+        tokens = Tokens(config.tokens_file, clock, warn) if config.tokens_file else None
+        return Certificates(tls, clock), tokens
+    except SecurityError as error:
+        raise StartError(str(error)) from error
+    except ImportError as error:
+        raise StartError(f"TLS needs a package ({error}): pip install 'kvpool[daemon]'") from error
 
 
 def _shell(config: MasterConfig, clock: Clock, log: Log, make_core: Callable[..., Core]) -> Shell:
@@ -230,6 +276,10 @@ async def _serve(config: MasterConfig, log: Log) -> int:
         loop.add_signal_handler(number, ended.set)
     await server.start()
     spare_the_directory()
+    if config.plaintext:
+        log.warning("plaintext", text=PLAINTEXT_WARNING)
+    elif not config.tokens_file:
+        log.warning("no_tokens", text="no tokens_file: every peer with a certificate of tls_ca may do everything")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     log.info(
         "ready",

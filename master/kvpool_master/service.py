@@ -1,4 +1,4 @@
-"""The services of workers and operators: request -> command -> reply. Nothing is decided here.
+"""The service of workers: request -> command -> reply. Nothing is decided here.
 
 Every public method is one RPC, a plain function; rpc.py puts deadline, errors and time around it. What was granted
 under another epoch is refused (STALE_EPOCH) where the request names it: ids mean nothing across lives.
@@ -7,14 +7,12 @@ under another epoch is refused (STALE_EPOCH) where the request names it: ids mea
 from __future__ import annotations
 
 from kvpool_master.convert import (
-    bypass_from_message,
     commit_from_message,
     enum_to_message,
     extents_to_message,
     peeked_to_message,
     reserve_from_message,
     reserved_to_message,
-    status_to_message,
 )
 from kvpool_master.core.messages import (
     Abort,
@@ -23,6 +21,7 @@ from kvpool_master.core.messages import (
     Committed,
     Hit,
     Lookup,
+    NodeReported,
     Opened,
     OpenNamespace,
     Peek,
@@ -35,15 +34,21 @@ from kvpool_master.core.messages import (
     Removed,
     Renew,
     Renewed,
+    ReportNode,
     Reserved,
 )
 from kvpool_master.shell import Shell
 from kvpool_proto import pool_pb2 as pb
+from kvpool_proto.capability import READ, WRITE
 from kvpool_proto.convert import spec_from_message
-from kvpool_proto.errors import NamespaceDiffers, NotEnabled, StaleEpoch
+from kvpool_proto.errors import NamespaceDiffers, StaleEpoch
 
 WAIT_SHARE = 0.75
 """Of a request's remaining time, what waiting for others may take."""
+WRITE_SLACK_MS = 1_000
+"""So much longer than its reservation a capability to write holds: data ports know our time only from messages."""
+REPORT_CHARS_MAX = 200
+"""Of a report's reason, what is logged."""
 
 
 class PoolService:
@@ -74,15 +79,20 @@ class PoolService:
     def Lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         """Lease the longest run that can be copied now."""
         self._shell.refuse_when_stopping()
-        hit: Hit = self._shell.apply(Lookup(request.namespace_id, request.chain, request.skip_blocks, request.lease_id))
+        shell, namespace, node = self._shell, request.namespace_id, request.node_id
+        hit: Hit = shell.apply(Lookup(namespace, request.chain, request.skip_blocks, request.lease_id, node))
         if not hit.blocks:
-            return pb.LookupReply(reason=enum_to_message(hit.reason), epoch=self._shell.epoch)
+            return pb.LookupReply(reason=enum_to_message(hit.reason), epoch=shell.epoch)
+        # A lease may be renewed up to its maximum life, and the capabilities stay the same.
+        until_ms = shell.clock.now_ms() + shell.config.core.lease_life_max_ms
         return pb.LookupReply(
             hit_blocks=hit.blocks,
             reason=enum_to_message(hit.reason),
             extents=extents_to_message(hit.extents),
             lease_ms=hit.lease_ms,
-            epoch=self._shell.epoch,
+            epoch=shell.epoch,
+            holders=shell.grants.holders(READ, namespace, hit.extents, until_ms, node),
+            valid_until_ms=until_ms,
         )
 
     def Peek(self, request: pb.PeekRequest) -> pb.PeekReply:
@@ -106,8 +116,17 @@ class PoolService:
     def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
         """Ask for room."""
         self._shell.refuse_when_stopping()
-        reserved: Reserved = self._shell.apply(reserve_from_message(request))
-        return reserved_to_message(reserved, self._shell.epoch)
+        shell = self._shell
+        command = reserve_from_message(request)
+        reserved: Reserved = shell.apply(command)
+        reply = reserved_to_message(reserved, shell.epoch, command.shares)
+        if reserved.extents:
+            # Several nodes are named for several writers: which of them reads this answer is not known.
+            own = command.nodes[0] if len(set(command.nodes)) == 1 else ""
+            until_ms = shell.clock.now_ms() + reserved.write_ms + WRITE_SLACK_MS
+            reply.holders.extend(shell.grants.holders(WRITE, command.namespace, reserved.extents, until_ms, own))
+            reply.valid_until_ms = until_ms
+        return reply
 
     def Commit(self, request: pb.CommitRequest) -> pb.CommitReply:
         """Report blocks written."""
@@ -119,7 +138,7 @@ class PoolService:
         """Give up what is not committed."""
         self._of_this_life(request.epoch)
         aborted: Aborted = self._shell.apply(
-            Abort(request.reservation_id, request.writer, request.part_from, request.part_to)
+            Abort(request.reservation_id, request.writer, request.part_from, request.part_to, request.share)
         )
         return pb.AbortReply(aborted=aborted.aborted)
 
@@ -140,29 +159,14 @@ class PoolService:
         self._shell.log.info("namespace_purged", namespace=request.namespace_id, blocks=purged.blocks)
         return pb.PurgeReply(purged_blocks=purged.blocks)
 
-
-class AdminService:
-    """kvpool.v1.Admin."""
-
-    def __init__(self, shell: Shell, version: str) -> None:
-        self._shell = shell
-        self._version = version
-        self._started_ms = shell.clock.now_ms()
-
-    def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
-        """What is stored and who holds it."""
-        uptime_ms = self._shell.clock.now_ms() - self._started_ms
-        return status_to_message(self._shell.snapshot(), self._version, uptime_ms, self._shell.bypass)
-
-    def SetBypass(self, request: pb.SetBypassRequest) -> pb.SetBypassReply:
-        """Turn lookups, loads or stores of all workers off, or on again."""
-        bits = bypass_from_message(request.bypass)
-        told = self._shell.set_bypass(bits)
-        self._shell.log.warning("bypass_set", bits=bits, nodes_told=told)
-        return pb.SetBypassReply(nodes_told=told)
-
-    def CheckInvariants(self, request: pb.CheckInvariantsRequest) -> pb.CheckInvariantsReply:
-        """Cross-check every index of the directory; only with --debug, since it stops the world for its time."""
-        if not self._shell.config.debug:
-            raise NotEnabled("CheckInvariants is served only with --debug")
-        return pb.CheckInvariantsReply(spans_checked=self._shell.core.check_invariants())
+    def ReportNode(self, request: pb.ReportNodeRequest) -> pb.ReportNodeReply:
+        """Hear that a worker could not use a node's data port."""
+        reported: NodeReported = self._shell.apply(ReportNode(request.node_id, request.reporter_node_id))
+        self._shell.log.warning(
+            "node_reported",
+            node=request.node_id,
+            reporter=request.reporter_node_id,
+            why=request.reason[:REPORT_CHARS_MAX],
+            suspect=reported.suspect,
+        )
+        return pb.ReportNodeReply(suspect=reported.suspect)

@@ -4,8 +4,9 @@ Rules
   - A node has at most one open session: a newer one ends the older, and so does a new registration.
   - An order stays here until the node answers it, so that a session opened later gets what the former one lost. What
     is never answered (tombstones, the switch, questions) is told on every session.
-  - Of orders about the same thing only the newest stands: a slab's size, the inventory, the switch. An order that was
-    answered is never sent again: binding a slab twice would clear what was written between.
+  - Of orders about the same thing only the newest stands: a slab's size, the inventory, the switch, the probe. An order
+    that was answered is never sent again: binding a slab twice would clear what was written between.
+  - An order to clear slots ends the order to copy into them: the core has given that copy up.
   - A registration starts with nothing: the core says again what it still wants. A node that lets more than ORDERS_MAX
     orders wait loses its session and gets them anew by registering.
   - Nothing here knows gRPC or the core; who ends a session says why.
@@ -24,18 +25,24 @@ from kvpool_master.core.messages import (
     BindSlab,
     Bury,
     ClearSlots,
+    CopySlots,
     Effect,
+    ProbeAnswered,
+    ProbeNode,
     Remember,
     Retire,
     SlabBound,
     SlotsCleared,
+    SlotsCopied,
 )
 from kvpool_proto.errors import KVPoolError, LimitReached, StaleIncarnation
 
 ORDERS_MAX = 65_536
 """Unanswered orders of one node."""
 ROWS_PER_MESSAGE = 4_096
-"""Some 100 KB of orders: far below any message limit. An order counts as one row and one for each of its runs."""
+"""Some 100 KB of orders: far below any message limit. An order counts as one row, and one for each run or part."""
+TIME_TOLD_MS = 10_000
+"""A node that is heard is told our time at least so often: capabilities end by it."""
 
 
 class SetBypass(NamedTuple):
@@ -44,15 +51,15 @@ class SetBypass(NamedTuple):
     bits: int
 
 
-Order = BindSlab | ClearSlots | AskInventory | AskWorkers | Bury | SetBypass
+Order = BindSlab | ClearSlots | CopySlots | AskInventory | AskWorkers | ProbeNode | Bury | SetBypass
 
 
 def _about(order: Order) -> Hashable:
     match order:
         case BindSlab():
             return BindSlab, order.segment, order.slab
-        case ClearSlots():
-            return ClearSlots, order.order
+        case ClearSlots() | CopySlots():
+            return type(order), order.order
         case Bury():
             return Bury, order.namespace
         case _:
@@ -60,13 +67,22 @@ def _about(order: Order) -> Hashable:
 
 
 def _rows(order: Order) -> int:
-    return 1 + len(order.runs) if isinstance(order, ClearSlots) else 1
+    match order:
+        case ClearSlots():
+            return 1 + len(order.runs)
+        case CopySlots():
+            return 1 + order.source[5] - order.source[4]
+        case _:
+            return 1
 
 
 class Session:
-    """One open stream of one incarnation. `ended` is set for good; `error` says why if it was not in order."""
+    """One open stream of one incarnation. `ended` is set for good; `error` says why if it was not in order.
 
-    __slots__ = ("_unsent", "_wake", "ended", "error", "incarnation", "node", "retired")
+    told_ms: when our time was told last; set by who tells.
+    """
+
+    __slots__ = ("_unsent", "_wake", "ended", "error", "incarnation", "node", "retired", "told_ms")
 
     def __init__(self, node: str, incarnation: int, unsent: Iterable[Order]) -> None:
         self.node = node
@@ -74,6 +90,7 @@ class Session:
         self.ended = False
         self.retired = False
         self.error: KVPoolError | None = None
+        self.told_ms = 0
         self._unsent = list(unsent)
         self._wake = asyncio.Event()
         self._wake.set()
@@ -83,6 +100,11 @@ class Session:
         self._unsent.append(order)
         self._wake.set()
 
+    def heard(self, now_ms: int) -> None:
+        """The node is there: let next() return, if only for the time to be told."""
+        if now_ms - self.told_ms >= TIME_TOLD_MS:
+            self._wake.set()
+
     def end(self, error: KVPoolError | None = None, *, retired: bool = False) -> None:
         """Let next() return None. The first word counts."""
         if not self.ended:
@@ -90,7 +112,10 @@ class Session:
             self._wake.set()
 
     async def next(self) -> list[Order] | None:
-        """The next orders to send, of at most ROWS_PER_MESSAGE rows or one order; None once the session has ended."""
+        """The next orders to send, of at most ROWS_PER_MESSAGE rows or one order; None once the session has ended.
+
+        None at all when it is only time to tell the time.
+        """
         await self._wake.wait()
         if self.ended:
             return None
@@ -110,6 +135,8 @@ class Session:
 class _Node:
     incarnation: int
     unanswered: dict[Hashable, Order] = field(default_factory=dict[Hashable, Order])
+    copies: dict[int, int] = field(default_factory=dict[int, int])
+    """Of these, stamp -> number of orders to copy."""
     session: Session | None = None
 
 
@@ -168,6 +195,20 @@ class Sessions:
         awaited = self._awaited.pop((told.node, told.order), None)
         if awaited is not None and not awaited.done():
             awaited.set_result(None)
+
+    def copied(self, told: SlotsCopied) -> None:
+        """The node has done what it could of a copy."""
+        node = self._nodes.get(told.node)
+        order = node.unanswered.pop((CopySlots, told.order), None) if node is not None else None
+        if node is not None and isinstance(order, CopySlots):
+            node.copies.pop(order.stamp, None)
+
+    def probed(self, told: ProbeAnswered) -> None:
+        """The node answered a probe."""
+        node = self._nodes.get(told.node)
+        order = node.unanswered.get(ProbeNode) if node is not None else None
+        if node is not None and isinstance(order, ProbeNode) and order.number == told.number:
+            del node.unanswered[ProbeNode]
 
     def reported(self, name: str) -> None:
         """The inventory that the node was asked for is complete."""
@@ -232,9 +273,15 @@ class Sessions:
         self._nodes.clear()
 
     def _order(self, node: _Node, order: Order) -> None:
+        if isinstance(order, CopySlots):
+            node.copies[order.stamp] = order.order
+        elif isinstance(order, ClearSlots) and node.copies:
+            for _, _, stamp in order.runs:
+                node.unanswered.pop((CopySlots, node.copies.pop(stamp, 0)), None)
         node.unanswered[_about(order)] = order
         if len(node.unanswered) > ORDERS_MAX:
             node.unanswered.clear()
+            node.copies.clear()
             if node.session is not None:
                 node.session.end(LimitReached(f"more than {ORDERS_MAX} orders wait for an answer"))
         elif node.session is not None:

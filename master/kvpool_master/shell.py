@@ -4,6 +4,7 @@ Rules
   - What the core wants remembered is on the disk before its command is answered. If that fails, the Master has
     failed: it answers nothing any more and ends.
   - The core and the epoch may be replaced while the Master serves (meet): who needs them reads them here each time.
+  - The key of capabilities is made with the epoch and kept nowhere: the next life makes its own.
   - Before anything else a Master that was late itself ticks, so that the core moves the deadlines of its nodes. A
     session found broken in that time may have broken for want of our answers: heartbeats decide instead.
 """
@@ -11,18 +12,24 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import secrets
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvpool_master.clock import Clock
 from kvpool_master.config import MasterConfig
+from kvpool_master.core.liveness import Liveness
 from kvpool_master.core.messages import Command, Effect, Remember, SessionLost, Tick
+from kvpool_master.core.pool import Namespace
 from kvpool_master.core.snapshot import Snapshot
+from kvpool_master.grants import Grants
 from kvpool_master.logs import Log
 from kvpool_master.metrics import RPC_BOUNDS_S, Histogram
+from kvpool_master.node_watch import NodeWatch
 from kvpool_master.sessions import Session, Sessions, SetBypass
 from kvpool_master.state import EPOCH_MAX, Start, State, StateError
+from kvpool_proto.capability import KEY_BYTES
 from kvpool_proto.errors import BadRequest, Stopping, UnknownNode
 
 _T = TypeVar("_T")
@@ -36,12 +43,30 @@ class Core(Protocol):
         """Whether a stamp of this epoch was given out."""
         ...
 
+    @property
+    def namespaces(self) -> Mapping[bytes, Namespace]:
+        """Those that are registered, by id."""
+        ...
+
+    def namespace_of(self, ident: bytes) -> bytes | None:
+        """The namespace of a lease or a reservation; None: it is not known."""
+        ...
+
+    @property
+    def liveness(self) -> Liveness:
+        """Which nodes there are, and how they are."""
+        ...
+
     def apply(self, command: Command, now_ms: int) -> Any:
         """The outcome that messages.py names beside the command; KVPoolError if nothing was changed."""
         ...
 
     def grace_left_ms(self, now_ms: int) -> int:
         """How long something granted may still be alive."""
+        ...
+
+    def holder_of(self, handle: int) -> tuple[str, str]:
+        """The node of a segment and the address of its data port; empty if not known."""
         ...
 
     def snapshot(self, now_ms: int) -> Snapshot:
@@ -86,6 +111,8 @@ class Shell:
         """Nodes that were told this epoch by us."""
         self.bypass = start.bypass
         self.core = self._make_core(self.config.core, start.epoch, start.memory, self.clock.now_ms())
+        self._watch = NodeWatch(self.log)
+        self.grants = Grants(secrets.token_bytes(KEY_BYTES), start.epoch, self.core.holder_of)
         if self.snapshot().ready:
             self.ready.set()
         self.tick()  # from now on the core knows when it is late
@@ -118,6 +145,15 @@ class Shell:
     def snapshot(self) -> Snapshot:
         """The core as it is now."""
         return self.core.snapshot(self.clock.now_ms())
+
+    def tenant_of(self, namespace_id: bytes) -> str | None:
+        """The tenant of a namespace; None: it is not known."""
+        namespace = self.core.namespaces.get(namespace_id)
+        return None if namespace is None else namespace.spec.tenant
+
+    def namespace_of(self, ident: bytes) -> bytes | None:
+        """The namespace of a lease or a reservation; None: it is not known."""
+        return self.core.namespace_of(ident)
 
     def refuse_when_stopping(self) -> None:
         """Raise Stopping once the Master is on its way out: nothing new is leased, reserved or registered."""
@@ -193,6 +229,7 @@ class Shell:
             self.log.warning("stalled", late_ms=late_ms)
         try:
             self.apply(Tick())
+            self._watch.look(self.core.liveness.nodes.values(), now_ms)
             if not self.ready.is_set():
                 self._see_whether_ready(now_ms)
         except Stopping:

@@ -3,6 +3,7 @@
 Rules
   - What a method wrote is on the disk when it returns: the answer to a command may depend on it.
   - The file belongs to one process at a time; a second Master on the directory is refused.
+  - A file of a former schema is brought to ours when it is opened, all at once.
   - The epoch only rises, and each start has one of its own, whatever the wall clock says.
   - grace_ms is how long something granted may outlive the Master: the longest times of its settings from its start on,
     or what a former life left if that is more; what is really left after a clean stop.
@@ -34,14 +35,19 @@ BYPASS_BITS: Final = {"lookups": 1, "loads": 2, "stores": 4}
 """What the switch turns off; the bits are those of the word in the superblocks."""
 
 _APPLICATION_ID: Final = 0x6B76706D
-_SCHEMA: Final = 1
-_TABLES: Final = (
+_SCHEMA: Final = 2
+_TABLES_OF_1: Final = (
     "CREATE TABLE master (one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, grace_ms INTEGER NOT NULL,"
     " bypass INTEGER NOT NULL)",
     "CREATE TABLE namespaces (id BLOB PRIMARY KEY, spec TEXT NOT NULL)",
     # A stamp as big-endian bytes: SQLite's integers have a sign, and bytes of one length compare as numbers do.
     "CREATE TABLE tombstones (namespace BLOB PRIMARY KEY, stamp BLOB NOT NULL)",
     "CREATE TABLE nodes (name TEXT PRIMARY KEY)",
+)
+_TABLES_OF_2: Final = (
+    # Not a column of nodes: one that is given up and comes again drains as before.
+    "CREATE TABLE draining (name TEXT PRIMARY KEY)",
+    "CREATE TABLE quotas (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL)",
 )
 
 
@@ -143,20 +149,26 @@ class State:
             with self._transaction() as db:
                 version = _pragma(db, "user_version")
                 if not version and not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                    for table in _TABLES:
-                        db.execute(table)
-                    db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-                    db.execute(f"PRAGMA user_version = {_SCHEMA}")
+                    self._make(_TABLES_OF_1 + _TABLES_OF_2)
                 elif _pragma(db, "application_id") != _APPLICATION_ID:
                     raise self._doubt("belongs to another program")
-                elif version != _SCHEMA:
+                elif version not in (1, _SCHEMA):
                     raise self._doubt(f"has version {version} of the schema; this Master knows {_SCHEMA}")
                 elif _pragma(db, "quick_check") != "ok":
                     raise self._doubt("is damaged")
+                elif version == 1:
+                    self._make(_TABLES_OF_2)
                 self._nodes = set(self._memory(None).nodes)
             _sync(self._directory)
         except (OSError, sqlite3.Error) as error:
             raise _failure(self._directory, error) from error
+
+    def _make(self, tables: Sequence[str]) -> None:
+        """Tables that lack to our schema."""
+        for table in tables:
+            self._connection.execute(table)
+        self._connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        self._connection.execute(f"PRAGMA user_version = {_SCHEMA}")
 
     def _memory(self, grace_ms: int | None) -> Memory:
         db = self._connection
@@ -166,7 +178,9 @@ class State:
             raise self._doubt(f"is damaged ({error})") from error
         tombstones = [(ident, int.from_bytes(stamp, "big")) for ident, stamp in db.execute("SELECT * FROM tombstones")]
         nodes = [name for (name,) in db.execute("SELECT name FROM nodes ORDER BY name")]
-        return Memory(tuple(specs), tuple(tombstones), tuple(nodes), grace_ms)
+        draining = [name for (name,) in db.execute("SELECT name FROM draining ORDER BY name")]
+        quotas = db.execute("SELECT tenant, bytes FROM quotas ORDER BY tenant").fetchall()
+        return Memory(tuple(specs), tuple(tombstones), tuple(nodes), grace_ms, tuple(draining), tuple(quotas))
 
     def _put_epoch(self, epoch: int) -> None:
         if epoch > EPOCH_MAX:
@@ -205,6 +219,16 @@ def _put(db: sqlite3.Connection, effect: Remember) -> None:
         db.execute("INSERT OR IGNORE INTO nodes VALUES (?)", (effect.node,))
     if effect.node_gone:
         db.execute("DELETE FROM nodes WHERE name = ?", (effect.node_gone,))
+    if effect.draining is not None:
+        name, drains = effect.draining
+        statement = "INSERT OR IGNORE INTO draining VALUES (?)" if drains else "DELETE FROM draining WHERE name = ?"
+        db.execute(statement, (name,))
+    if effect.quota is not None:
+        tenant, limit_bytes = effect.quota
+        if limit_bytes:
+            db.execute("INSERT OR REPLACE INTO quotas VALUES (?, ?)", (tenant, limit_bytes))
+        else:
+            db.execute("DELETE FROM quotas WHERE tenant = ?", (tenant,))
 
 
 def _pragma(db: sqlite3.Connection, name: str) -> int | str:

@@ -24,6 +24,7 @@ def spec_from_message(message: pb.NamespaceSpec) -> NamespaceSpec:
     if message.entry not in _ENTRIES:
         raise BadNamespaceSpec(f"entry = {message.entry}: root or any")
     fields["entry"] = _ENTRIES[message.entry]
+    fields["replicas"] = message.replicas or 1
     spec = NamespaceSpec(**fields)
     spec.check()
     return spec

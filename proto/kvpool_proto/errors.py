@@ -143,6 +143,32 @@ class StaleInventory(KVPoolError):
     action = "Stop this report: the Master has asked for a newer one, or will."
 
 
+# -- not allowed --------------------------------------------------------------------------------------
+
+
+class Unauthenticated(KVPoolError):
+    reason = "UNAUTHENTICATED"
+    code = "UNAUTHENTICATED"
+    action = "Present a certificate or a token that the other side knows and that has not ended."
+
+
+class Forbidden(KVPoolError):
+    reason = "FORBIDDEN"
+    code = "PERMISSION_DENIED"
+    action = "Use an identity with this role and of this tenant."
+
+
+class BadCapability(KVPoolError):
+    reason = "CAPABILITY"
+    code = "PERMISSION_DENIED"
+    action = "Treat it as a miss; ask the Master again: it grants the blocks' capabilities."
+
+
+class CapabilityExpired(BadCapability):
+    reason = "CAPABILITY_EXPIRED"
+    action = "Treat it as a miss; ask the Master again."
+
+
 # -- not now ------------------------------------------------------------------------------------------
 
 
@@ -190,6 +216,20 @@ class NodeUnreachable(KVPoolError):
     reason = "NODE_UNREACHABLE"
     code = "UNAVAILABLE"
     action = "Go on without the pool; the SDK asks the node client again by itself."
+
+
+class PeerUnreachable(KVPoolError):
+    """Raised by clients: no answer from another node's data port, or none in time."""
+
+    reason = "PEER_UNREACHABLE"
+    code = "UNAVAILABLE"
+    action = "Treat it as a miss; the SDK avoids the node for a while and reports it."
+
+
+class PeerBusy(KVPoolError):
+    reason = "PEER_BUSY"
+    code = "RESOURCE_EXHAUSTED"
+    action = "Treat it as a miss, or raise the data port's limit that the text names."
 
 
 class StaleEpoch(KVPoolError):

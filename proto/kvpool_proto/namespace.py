@@ -1,6 +1,6 @@
 """What must be equal for KV to be exchangeable, and its id.
 
-The id is the 16-byte BLAKE2b digest of the canonical spec: the fields below but `entry`, as JSON with sorted
+The id is the 16-byte BLAKE2b digest of the canonical spec: the fields below but `entry` and `replicas`, as JSON with sorted
 names, no spaces, ASCII. A mismatch in any field is another namespace, never a partial match.
 """
 
@@ -19,6 +19,7 @@ NAMESPACE_ID_BYTES = 16
 PARTS_MAX = 1024
 BLOCK_TOKENS_MAX = 1 << 16
 PART_BYTES_MAX = 1 << 32
+REPLICAS_MAX = 3
 TEXT_CHARS_MAX = 1024
 """Longest text field of a spec."""
 
@@ -31,6 +32,7 @@ class NamespaceSpec:
 
     layout: backend, ND or NZ, pieces per layer, their order; compared, never interpreted.
     entry: "root" if every chain starts at the root, "any" if chains may start anywhere (costs an index).
+    replicas: copies wanted, each on a node of its own, as far as there are nodes and room.
     """
 
     model: str
@@ -46,6 +48,7 @@ class NamespaceSpec:
     hash_scheme: str = ""
     hash_seed: str = ""
     entry: Entry = "root"
+    replicas: int = 1
 
     def check(self) -> None:
         """Raise BadNamespaceSpec, naming the field, unless the spec can be registered."""
@@ -54,6 +57,7 @@ class NamespaceSpec:
             ("parts", 1, PARTS_MAX),
             ("part_bytes", 1, PART_BYTES_MAX),
             ("key_bytes", KEY_BYTES_MIN, KEY_BYTES_MAX),
+            ("replicas", 1, REPLICAS_MAX),
         ):
             if not low <= getattr(self, name) <= high:
                 raise BadNamespaceSpec(f"{name} = {getattr(self, name)}: {low} to {high}")
@@ -70,7 +74,7 @@ class NamespaceSpec:
     def id(self) -> bytes:
         """The 16-byte id."""
         fields = asdict(self)
-        del fields["entry"]
+        del fields["entry"], fields["replicas"]
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.blake2b(canonical.encode(), digest_size=NAMESPACE_ID_BYTES, person=b"kvpool-ns").digest()
 

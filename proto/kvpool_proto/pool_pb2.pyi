@@ -9,7 +9,7 @@ Conventions
   - runs travel as parallel packed arrays of equal length, one element per run
   - ids of leases and reservations are 16 random bytes chosen by the caller, so that a retry is the same request
   - errors are gRPC statuses that carry google.rpc.ErrorInfo (domain "kvpool"); the table is errors.py
-  - reserved ranges belong to what later versions add (peers, capabilities, pins, quotas)
+  - reserved ranges belong to what later versions add (pins)
 """
 
 import builtins
@@ -81,6 +81,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     REASON_TOO_MANY_RESERVATIONS: _Reason.ValueType  # 12
     REASON_STARTING: _Reason.ValueType  # 13
     """the Master keeps the graces of its former epoch"""
+    REASON_OVER_QUOTA: _Reason.ValueType  # 14
+    """the tenant's quota is full, and nothing of its own may be evicted"""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Why an answer is shorter than the question."""
@@ -110,6 +112,8 @@ REASON_TOO_MANY_LEASES: Reason.ValueType  # 11
 REASON_TOO_MANY_RESERVATIONS: Reason.ValueType  # 12
 REASON_STARTING: Reason.ValueType  # 13
 """the Master keeps the graces of its former epoch"""
+REASON_OVER_QUOTA: Reason.ValueType  # 14
+"""the tenant's quota is full, and nothing of its own may be evicted"""
 Global___Reason: typing_extensions.TypeAlias = Reason
 
 class _GoneReason:
@@ -189,7 +193,7 @@ Global___RunState: typing_extensions.TypeAlias = RunState
 
 @typing.final
 class NamespaceSpec(google.protobuf.message.Message):
-    """Everything that must be equal for KV to be exchangeable. The id is a digest of all fields but `entry`."""
+    """Everything that must be equal for KV to be exchangeable. The id is a digest of all fields but `entry` and `replicas`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -206,6 +210,7 @@ class NamespaceSpec(google.protobuf.message.Message):
     HASH_SCHEME_FIELD_NUMBER: builtins.int
     HASH_SEED_FIELD_NUMBER: builtins.int
     ENTRY_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     model: builtins.str
     revision: builtins.str
@@ -226,6 +231,8 @@ class NamespaceSpec(google.protobuf.message.Message):
     hash_scheme: builtins.str
     hash_seed: builtins.str
     entry: Global___Entry.ValueType
+    replicas: builtins.int
+    """copies wanted on different nodes; 0 and 1: one"""
     def __init__(
         self,
         *,
@@ -242,8 +249,9 @@ class NamespaceSpec(google.protobuf.message.Message):
         hash_scheme: builtins.str = ...,
         hash_seed: builtins.str = ...,
         entry: Global___Entry.ValueType = ...,
+        replicas: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "entry", b"entry", "hash_scheme", b"hash_scheme", "hash_seed", b"hash_seed", "key_bytes", b"key_bytes", "layout", b"layout", "model", b"model", "part_bytes", b"part_bytes", "parts", b"parts", "quantisation", b"quantisation", "revision", b"revision", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "entry", b"entry", "hash_scheme", b"hash_scheme", "hash_seed", b"hash_seed", "key_bytes", b"key_bytes", "layout", b"layout", "model", b"model", "part_bytes", b"part_bytes", "parts", b"parts", "quantisation", b"quantisation", "replicas", b"replicas", "revision", b"revision", "tenant", b"tenant"]) -> None: ...
 
 Global___NamespaceSpec: typing_extensions.TypeAlias = NamespaceSpec
 
@@ -351,6 +359,43 @@ class Extents(google.protobuf.message.Message):
 Global___Extents: typing_extensions.TypeAlias = Extents
 
 @typing.final
+class Holder(google.protobuf.message.Message):
+    """A node on which extents of a reply lie, and the right to ask its data port for them (capability.py)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: builtins.int
+    SEGMENTS_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    MAC_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    data_address: builtins.str
+    """host:port; empty: it has no data port, only its own workers reach the blocks"""
+    @property
+    def segments(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """handles of its segments, of those in the extents"""
+
+    @property
+    def part(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Columns with an element per part that lies there; none for the asker's own node, which maps the segments."""
+
+    @property
+    def mac(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        data_address: builtins.str = ...,
+        segments: collections.abc.Iterable[builtins.int] | None = ...,
+        part: collections.abc.Iterable[builtins.int] | None = ...,
+        mac: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_address", b"data_address", "mac", b"mac", "node_id", b"node_id", "part", b"part", "segments", b"segments"]) -> None: ...
+
+Global___Holder: typing_extensions.TypeAlias = Holder
+
+@typing.final
 class LookupRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -358,11 +403,14 @@ class LookupRequest(google.protobuf.message.Message):
     CHAIN_FIELD_NUMBER: builtins.int
     SKIP_BLOCKS_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
+    NODE_ID_FIELD_NUMBER: builtins.int
     namespace_id: builtins.bytes
     chain: builtins.bytes
     skip_blocks: builtins.int
     """leading blocks that the caller already holds"""
     lease_id: builtins.bytes
+    node_id: builtins.str
+    """the asker's node: its own copies are preferred, and need no capability"""
     def __init__(
         self,
         *,
@@ -370,8 +418,9 @@ class LookupRequest(google.protobuf.message.Message):
         chain: builtins.bytes = ...,
         skip_blocks: builtins.int = ...,
         lease_id: builtins.bytes = ...,
+        node_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chain", b"chain", "lease_id", b"lease_id", "namespace_id", b"namespace_id", "skip_blocks", b"skip_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chain", b"chain", "lease_id", b"lease_id", "namespace_id", b"namespace_id", "node_id", b"node_id", "skip_blocks", b"skip_blocks"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -384,15 +433,23 @@ class LookupReply(google.protobuf.message.Message):
     EXTENTS_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    HOLDERS_FIELD_NUMBER: builtins.int
+    VALID_UNTIL_MS_FIELD_NUMBER: builtins.int
     hit_blocks: builtins.int
     """after skip_blocks"""
     reason: Global___Reason.ValueType
     lease_ms: builtins.int
     """0 when nothing is leased; count it from before you asked"""
     epoch: builtins.int
+    valid_until_ms: builtins.int
+    """of the holders' capabilities, in the Master's time"""
     @property
     def extents(self) -> Global___Extents:
         """empty when hit_blocks = 0"""
+
+    @property
+    def holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Holder]:
+        """every node on which extents lie"""
 
     def __init__(
         self,
@@ -402,9 +459,11 @@ class LookupReply(google.protobuf.message.Message):
         extents: Global___Extents | None = ...,
         lease_ms: builtins.int = ...,
         epoch: builtins.int = ...,
+        holders: collections.abc.Iterable[Global___Holder] | None = ...,
+        valid_until_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["extents", b"extents"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "extents", b"extents", "hit_blocks", b"hit_blocks", "lease_ms", b"lease_ms", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "extents", b"extents", "hit_blocks", b"hit_blocks", "holders", b"holders", "lease_ms", b"lease_ms", "reason", b"reason", "valid_until_ms", b"valid_until_ms"]) -> None: ...
 
 Global___LookupReply: typing_extensions.TypeAlias = LookupReply
 
@@ -567,6 +626,9 @@ class ReserveRequest(google.protobuf.message.Message):
     PART_TO_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     WORKER_ID_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    AVOID_NODES_FIELD_NUMBER: builtins.int
     namespace_id: builtins.bytes
     reservation_id: builtins.bytes
     parent_kind: Global___ParentKind.ValueType
@@ -577,9 +639,20 @@ class ReserveRequest(google.protobuf.message.Message):
     part_to: builtins.int
     worker_id: builtins.int
     """from the node client; 0: a scheduler reserves for its ranks"""
+    shares: builtins.int
+    """KV that several ranks hold alike (one part): its writing is divided among them, by this one reservation, which
+    each of them makes with the same id, or one makes for all. Each writes and commits its own share.
+    0 and 1: undivided
+    """
+    share: builtins.int
+    """of the caller: worker_id is this share's"""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """node of each part in [part_from, part_to), or one for all, or none"""
+        """node of each part in [part_from, part_to), or of each share, or one, or none"""
+
+    @property
+    def avoid_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """nodes whose data port the caller could not use"""
 
     def __init__(
         self,
@@ -593,8 +666,11 @@ class ReserveRequest(google.protobuf.message.Message):
         part_to: builtins.int = ...,
         nodes: collections.abc.Iterable[builtins.str] | None = ...,
         worker_id: builtins.int = ...,
+        shares: builtins.int = ...,
+        share: builtins.int = ...,
+        avoid_nodes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chain", b"chain", "namespace_id", b"namespace_id", "nodes", b"nodes", "parent_key", b"parent_key", "parent_kind", b"parent_kind", "part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["avoid_nodes", b"avoid_nodes", "chain", b"chain", "namespace_id", b"namespace_id", "nodes", b"nodes", "parent_key", b"parent_key", "parent_kind", b"parent_kind", "part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "share", b"share", "shares", b"shares", "worker_id", b"worker_id"]) -> None: ...
 
 Global___ReserveRequest: typing_extensions.TypeAlias = ReserveRequest
 
@@ -612,6 +688,9 @@ class ReserveReply(google.protobuf.message.Message):
     EXTENTS_FIELD_NUMBER: builtins.int
     WRITE_MS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    RUN_SHARE_FIELD_NUMBER: builtins.int
+    HOLDERS_FIELD_NUMBER: builtins.int
+    VALID_UNTIL_MS_FIELD_NUMBER: builtins.int
     answered_blocks: builtins.int
     """the head of the chain that the runs cover"""
     reason: Global___Reason.ValueType
@@ -619,6 +698,8 @@ class ReserveReply(google.protobuf.message.Message):
     write_ms: builtins.int
     """0 when nothing is yours; count it from before you asked"""
     epoch: builtins.int
+    valid_until_ms: builtins.int
+    """of the holders' capabilities, in the Master's time"""
     @property
     def run_offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Runs: parts [run_part_from, run_part_to) of blocks [run_offset, run_offset + run_blocks)."""
@@ -635,6 +716,14 @@ class ReserveReply(google.protobuf.message.Message):
     def extents(self) -> Global___Extents:
         """where to write what is yours"""
 
+    @property
+    def run_share(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """with shares: whose a run of RUN_YOURS is; runs are cut where shares meet"""
+
+    @property
+    def holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Holder]:
+        """every node on which extents lie"""
+
     def __init__(
         self,
         *,
@@ -648,9 +737,12 @@ class ReserveReply(google.protobuf.message.Message):
         extents: Global___Extents | None = ...,
         write_ms: builtins.int = ...,
         epoch: builtins.int = ...,
+        run_share: collections.abc.Iterable[builtins.int] | None = ...,
+        holders: collections.abc.Iterable[Global___Holder] | None = ...,
+        valid_until_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["extents", b"extents"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answered_blocks", b"answered_blocks", "epoch", b"epoch", "extents", b"extents", "reason", b"reason", "run_blocks", b"run_blocks", "run_offset", b"run_offset", "run_part_from", b"run_part_from", "run_part_to", b"run_part_to", "run_state", b"run_state", "write_ms", b"write_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answered_blocks", b"answered_blocks", "epoch", b"epoch", "extents", b"extents", "holders", b"holders", "reason", b"reason", "run_blocks", b"run_blocks", "run_offset", b"run_offset", "run_part_from", b"run_part_from", "run_part_to", b"run_part_to", "run_share", b"run_share", "run_state", b"run_state", "valid_until_ms", b"valid_until_ms", "write_ms", b"write_ms"]) -> None: ...
 
 Global___ReserveReply: typing_extensions.TypeAlias = ReserveReply
 
@@ -665,6 +757,7 @@ class CommitRequest(google.protobuf.message.Message):
     FINAL_FIELD_NUMBER: builtins.int
     WORKER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
     reservation_id: builtins.bytes
     part_from: builtins.int
     part_to: builtins.int
@@ -675,6 +768,8 @@ class CommitRequest(google.protobuf.message.Message):
     worker_id: builtins.int
     epoch: builtins.int
     """as in RenewRequest"""
+    share: builtins.int
+    """with shares: whose totals these are"""
     def __init__(
         self,
         *,
@@ -685,8 +780,9 @@ class CommitRequest(google.protobuf.message.Message):
         final: builtins.bool = ...,
         worker_id: builtins.int = ...,
         epoch: builtins.int = ...,
+        share: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_written", b"blocks_written", "epoch", b"epoch", "final", b"final", "part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_written", b"blocks_written", "epoch", b"epoch", "final", b"final", "part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "share", b"share", "worker_id", b"worker_id"]) -> None: ...
 
 Global___CommitRequest: typing_extensions.TypeAlias = CommitRequest
 
@@ -722,6 +818,7 @@ class AbortRequest(google.protobuf.message.Message):
     PART_FROM_FIELD_NUMBER: builtins.int
     PART_TO_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
     reservation_id: builtins.bytes
     writer: builtins.bool
     """the writer's own word for these parts: it copies no more"""
@@ -730,6 +827,8 @@ class AbortRequest(google.protobuf.message.Message):
     """0: all parts of the reservation"""
     epoch: builtins.int
     """as in RenewRequest"""
+    share: builtins.int
+    """with shares: the writer's own; without the writer's word all shares end"""
     def __init__(
         self,
         *,
@@ -738,8 +837,9 @@ class AbortRequest(google.protobuf.message.Message):
         part_from: builtins.int = ...,
         part_to: builtins.int = ...,
         epoch: builtins.int = ...,
+        share: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "writer", b"writer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "part_from", b"part_from", "part_to", b"part_to", "reservation_id", b"reservation_id", "share", b"share", "writer", b"writer"]) -> None: ...
 
 Global___AbortRequest: typing_extensions.TypeAlias = AbortRequest
 
@@ -833,6 +933,46 @@ class PurgeReply(google.protobuf.message.Message):
 Global___PurgeReply: typing_extensions.TypeAlias = PurgeReply
 
 @typing.final
+class ReportNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    REPORTER_NODE_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    """the node that could not be used"""
+    reporter_node_id: builtins.str
+    """the reporter's own; reports of one host count once"""
+    reason: builtins.str
+    """for logs"""
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        reporter_node_id: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "reason", b"reason", "reporter_node_id", b"reporter_node_id"]) -> None: ...
+
+Global___ReportNodeRequest: typing_extensions.TypeAlias = ReportNodeRequest
+
+@typing.final
+class ReportNodeReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUSPECT_FIELD_NUMBER: builtins.int
+    suspect: builtins.bool
+    """it is hidden from all by now"""
+    def __init__(
+        self,
+        *,
+        suspect: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["suspect", b"suspect"]) -> None: ...
+
+Global___ReportNodeReply: typing_extensions.TypeAlias = ReportNodeReply
+
+@typing.final
 class SegmentOffer(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -877,11 +1017,14 @@ class RegisterRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
     EPOCH_SEEN_FIELD_NUMBER: builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     incarnation: builtins.int
     """rises with every life of this node client"""
     epoch_seen: builtins.int
     """the highest epoch obeyed so far, by any life of this node client; 0: none"""
+    data_address: builtins.str
+    """host:port at which peers reach its data port; empty: none"""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SegmentOffer]: ...
     def __init__(
@@ -891,8 +1034,9 @@ class RegisterRequest(google.protobuf.message.Message):
         incarnation: builtins.int = ...,
         segments: collections.abc.Iterable[Global___SegmentOffer] | None = ...,
         epoch_seen: builtins.int = ...,
+        data_address: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch_seen", b"epoch_seen", "incarnation", b"incarnation", "node_id", b"node_id", "segments", b"segments"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_address", b"data_address", "epoch_seen", b"epoch_seen", "incarnation", b"incarnation", "node_id", b"node_id", "segments", b"segments"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 
@@ -907,10 +1051,19 @@ class RegisterReply(google.protobuf.message.Message):
     RETIRE_MS_FIELD_NUMBER: builtins.int
     TOMBSTONES_FIELD_NUMBER: builtins.int
     BYPASS_FIELD_NUMBER: builtins.int
+    CAPABILITY_KEY_FIELD_NUMBER: builtins.int
+    MASTER_MS_FIELD_NUMBER: builtins.int
+    FORMER_KEY_MS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     heartbeat_ms: builtins.int
     suspect_ms: builtins.int
     retire_ms: builtins.int
+    capability_key: builtins.bytes
+    """of this epoch (capability.py)"""
+    master_ms: builtins.int
+    """the Master's time, in which capabilities end"""
+    former_key_ms: builtins.int
+    """how long the former epoch's key still holds, for reading only"""
     @property
     def segment_handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """in the order offered"""
@@ -929,9 +1082,12 @@ class RegisterReply(google.protobuf.message.Message):
         retire_ms: builtins.int = ...,
         tombstones: collections.abc.Iterable[Global___Tombstone] | None = ...,
         bypass: Global___Bypass | None = ...,
+        capability_key: builtins.bytes = ...,
+        master_ms: builtins.int = ...,
+        former_key_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bypass", b"bypass"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bypass", b"bypass", "epoch", b"epoch", "heartbeat_ms", b"heartbeat_ms", "retire_ms", b"retire_ms", "segment_handles", b"segment_handles", "suspect_ms", b"suspect_ms", "tombstones", b"tombstones"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bypass", b"bypass", "capability_key", b"capability_key", "epoch", b"epoch", "former_key_ms", b"former_key_ms", "heartbeat_ms", b"heartbeat_ms", "master_ms", b"master_ms", "retire_ms", b"retire_ms", "segment_handles", b"segment_handles", "suspect_ms", b"suspect_ms", "tombstones", b"tombstones"]) -> None: ...
 
 Global___RegisterReply: typing_extensions.TypeAlias = RegisterReply
 
@@ -945,8 +1101,12 @@ class SessionUp(google.protobuf.message.Message):
     WORKERS_GONE_FIELD_NUMBER: builtins.int
     BAD_BLOCKS_FIELD_NUMBER: builtins.int
     CLEARED_FIELD_NUMBER: builtins.int
+    PROBED_FIELD_NUMBER: builtins.int
+    COPIED_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     incarnation: builtins.int
+    probed: builtins.int
+    """the last number of SessionDown.probe"""
     @property
     def slabs_bound(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SlabBound]: ...
     @property
@@ -961,6 +1121,8 @@ class SessionUp(google.protobuf.message.Message):
     def cleared(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """orders of ClearSlots that were carried out"""
 
+    @property
+    def copied(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SlotsCopied]: ...
     def __init__(
         self,
         *,
@@ -970,8 +1132,10 @@ class SessionUp(google.protobuf.message.Message):
         workers_gone: collections.abc.Iterable[builtins.int] | None = ...,
         bad_blocks: collections.abc.Iterable[Global___BadBlock] | None = ...,
         cleared: collections.abc.Iterable[builtins.int] | None = ...,
+        probed: builtins.int = ...,
+        copied: collections.abc.Iterable[Global___SlotsCopied] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bad_blocks", b"bad_blocks", "cleared", b"cleared", "incarnation", b"incarnation", "node_id", b"node_id", "slabs_bound", b"slabs_bound", "workers_gone", b"workers_gone"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad_blocks", b"bad_blocks", "cleared", b"cleared", "copied", b"copied", "incarnation", b"incarnation", "node_id", b"node_id", "probed", b"probed", "slabs_bound", b"slabs_bound", "workers_gone", b"workers_gone"]) -> None: ...
 
 Global___SessionUp: typing_extensions.TypeAlias = SessionUp
 
@@ -1033,11 +1197,18 @@ class SessionDown(google.protobuf.message.Message):
     CLEAR_SLOTS_FIELD_NUMBER: builtins.int
     TOMBSTONES_FIELD_NUMBER: builtins.int
     BYPASS_FIELD_NUMBER: builtins.int
+    MASTER_MS_FIELD_NUMBER: builtins.int
+    PROBE_FIELD_NUMBER: builtins.int
+    COPY_SLOTS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     retired: builtins.bool
     """the Master gave this node up: register again"""
     report_inventory: builtins.int
     """not 0: the number under which to report the inventory now"""
+    master_ms: builtins.int
+    """the Master's time, in every message"""
+    probe: builtins.int
+    """not 0: answer at once in probed"""
     @property
     def bind_slabs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BindSlab]: ...
     @property
@@ -1052,6 +1223,8 @@ class SessionDown(google.protobuf.message.Message):
     def bypass(self) -> Global___Bypass:
         """set: the switch as it is from now on"""
 
+    @property
+    def copy_slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CopySlots]: ...
     def __init__(
         self,
         *,
@@ -1063,9 +1236,12 @@ class SessionDown(google.protobuf.message.Message):
         clear_slots: collections.abc.Iterable[Global___ClearSlots] | None = ...,
         tombstones: collections.abc.Iterable[Global___Tombstone] | None = ...,
         bypass: Global___Bypass | None = ...,
+        master_ms: builtins.int = ...,
+        probe: builtins.int = ...,
+        copy_slots: collections.abc.Iterable[Global___CopySlots] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bypass", b"bypass"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ask_workers", b"ask_workers", "bind_slabs", b"bind_slabs", "bypass", b"bypass", "clear_slots", b"clear_slots", "epoch", b"epoch", "report_inventory", b"report_inventory", "retired", b"retired", "tombstones", b"tombstones"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ask_workers", b"ask_workers", "bind_slabs", b"bind_slabs", "bypass", b"bypass", "clear_slots", b"clear_slots", "copy_slots", b"copy_slots", "epoch", b"epoch", "master_ms", b"master_ms", "probe", b"probe", "report_inventory", b"report_inventory", "retired", b"retired", "tombstones", b"tombstones"]) -> None: ...
 
 Global___SessionDown: typing_extensions.TypeAlias = SessionDown
 
@@ -1092,7 +1268,9 @@ Global___BindSlab: typing_extensions.TypeAlias = BindSlab
 
 @typing.final
 class ClearSlots(google.protobuf.message.Message):
-    """Make slots FREE whose headers still show these stamps; columns of equal length. Answered by SessionUp.cleared."""
+    """Make slots FREE whose headers still show these stamps; columns of equal length. Answered by SessionUp.cleared, when
+    nothing is written under these stamps through the data port any more, nor will be.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1124,6 +1302,95 @@ class ClearSlots(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["first_slot", b"first_slot", "order", b"order", "segment", b"segment", "slot_bytes", b"slot_bytes", "slots", b"slots", "stamp", b"stamp"]) -> None: ...
 
 Global___ClearSlots: typing_extensions.TypeAlias = ClearSlots
+
+@typing.final
+class CopySlots(google.protobuf.message.Message):
+    """Copy blocks of a peer into slots of one's own, under a stamp of their own. Answered by SlotsCopied.
+    Block b, part p: from slot from_slot + b * from_stride + (p - part_from) of the peer's segment into slot
+    to_slot + b * (part_to - part_from) + (p - part_from).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
+    PART_BYTES_FIELD_NUMBER: builtins.int
+    PART_FROM_FIELD_NUMBER: builtins.int
+    PART_TO_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    FROM_SEGMENT_FIELD_NUMBER: builtins.int
+    FROM_SLOT_FIELD_NUMBER: builtins.int
+    FROM_STRIDE_FIELD_NUMBER: builtins.int
+    FROM_STAMP_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    VALID_UNTIL_MS_FIELD_NUMBER: builtins.int
+    TO_SEGMENT_FIELD_NUMBER: builtins.int
+    TO_SLOT_FIELD_NUMBER: builtins.int
+    STAMP_FIELD_NUMBER: builtins.int
+    order: builtins.int
+    namespace_id: builtins.bytes
+    part_bytes: builtins.int
+    part_from: builtins.int
+    part_to: builtins.int
+    blocks: builtins.int
+    from_segment: builtins.int
+    from_slot: builtins.int
+    from_stride: builtins.int
+    from_stamp: builtins.int
+    valid_until_ms: builtins.int
+    to_segment: builtins.int
+    to_slot: builtins.int
+    stamp: builtins.int
+    @property
+    def source(self) -> Global___Holder:
+        """whose capabilities are for exactly this run"""
+
+    def __init__(
+        self,
+        *,
+        order: builtins.int = ...,
+        namespace_id: builtins.bytes = ...,
+        part_bytes: builtins.int = ...,
+        part_from: builtins.int = ...,
+        part_to: builtins.int = ...,
+        blocks: builtins.int = ...,
+        from_segment: builtins.int = ...,
+        from_slot: builtins.int = ...,
+        from_stride: builtins.int = ...,
+        from_stamp: builtins.int = ...,
+        source: Global___Holder | None = ...,
+        valid_until_ms: builtins.int = ...,
+        to_segment: builtins.int = ...,
+        to_slot: builtins.int = ...,
+        stamp: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "from_segment", b"from_segment", "from_slot", b"from_slot", "from_stamp", b"from_stamp", "from_stride", b"from_stride", "namespace_id", b"namespace_id", "order", b"order", "part_bytes", b"part_bytes", "part_from", b"part_from", "part_to", b"part_to", "source", b"source", "stamp", b"stamp", "to_segment", b"to_segment", "to_slot", b"to_slot", "valid_until_ms", b"valid_until_ms"]) -> None: ...
+
+Global___CopySlots: typing_extensions.TypeAlias = CopySlots
+
+@typing.final
+class SlotsCopied(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    order: builtins.int
+    blocks: builtins.int
+    """leading blocks of which all parts are there, verified"""
+    why: builtins.str
+    """why not all"""
+    def __init__(
+        self,
+        *,
+        order: builtins.int = ...,
+        blocks: builtins.int = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "order", b"order", "why", b"why"]) -> None: ...
+
+Global___SlotsCopied: typing_extensions.TypeAlias = SlotsCopied
 
 @typing.final
 class Tombstone(google.protobuf.message.Message):
@@ -1476,14 +1743,19 @@ class NodeStatus(google.protobuf.message.Message):
     HEARTBEAT_AGE_MS_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
     INVENTORY_FIELD_NUMBER: builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: builtins.int
+    DRAIN_LEFT_BLOCKS_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     incarnation: builtins.int
     state: builtins.str
-    """up, suspect"""
+    """up, ramp (up, joined lately), draining, drained (the node may stop), suspect"""
     state_reason: builtins.str
     heartbeat_age_ms: builtins.int
     inventory: builtins.str
     """none (nothing to report), waiting, arriving, complete"""
+    data_address: builtins.str
+    drain_left_blocks: builtins.int
+    """of a draining node: blocks, leases or copies that it still waits for"""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SegmentStatus]: ...
     def __init__(
@@ -1496,10 +1768,35 @@ class NodeStatus(google.protobuf.message.Message):
         heartbeat_age_ms: builtins.int = ...,
         segments: collections.abc.Iterable[Global___SegmentStatus] | None = ...,
         inventory: builtins.str = ...,
+        data_address: builtins.str = ...,
+        drain_left_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "incarnation", b"incarnation", "inventory", b"inventory", "node_id", b"node_id", "segments", b"segments", "state", b"state", "state_reason", b"state_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_address", b"data_address", "drain_left_blocks", b"drain_left_blocks", "heartbeat_age_ms", b"heartbeat_age_ms", "incarnation", b"incarnation", "inventory", b"inventory", "node_id", b"node_id", "segments", b"segments", "state", b"state", "state_reason", b"state_reason"]) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
+
+@typing.final
+class TenantStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    stored_bytes: builtins.int
+    """slots held, all its namespaces"""
+    quota_bytes: builtins.int
+    """0: none"""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        stored_bytes: builtins.int = ...,
+        quota_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["quota_bytes", b"quota_bytes", "stored_bytes", b"stored_bytes", "tenant", b"tenant"]) -> None: ...
+
+Global___TenantStatus: typing_extensions.TypeAlias = TenantStatus
 
 @typing.final
 class StatusReply(google.protobuf.message.Message):
@@ -1515,6 +1812,7 @@ class StatusReply(google.protobuf.message.Message):
     READY_FIELD_NUMBER: builtins.int
     RECOVERY_FIELD_NUMBER: builtins.int
     BYPASS_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     version: builtins.str
     uptime_ms: builtins.int
@@ -1530,6 +1828,8 @@ class StatusReply(google.protobuf.message.Message):
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @property
     def bypass(self) -> Global___Bypass: ...
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantStatus]: ...
     def __init__(
         self,
         *,
@@ -1543,11 +1843,97 @@ class StatusReply(google.protobuf.message.Message):
         ready: builtins.bool = ...,
         recovery: builtins.str = ...,
         bypass: Global___Bypass | None = ...,
+        tenants: collections.abc.Iterable[Global___TenantStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bypass", b"bypass"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bypass", b"bypass", "epoch", b"epoch", "leases", b"leases", "namespaces", b"namespaces", "nodes", b"nodes", "ready", b"ready", "recovery", b"recovery", "reservations", b"reservations", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bypass", b"bypass", "epoch", b"epoch", "leases", b"leases", "namespaces", b"namespaces", "nodes", b"nodes", "ready", b"ready", "recovery", b"recovery", "reservations", b"reservations", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
 
 Global___StatusReply: typing_extensions.TypeAlias = StatusReply
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+
+Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
+
+@typing.final
+class DrainReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DrainReply: typing_extensions.TypeAlias = DrainReply
+
+@typing.final
+class UndrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+
+Global___UndrainRequest: typing_extensions.TypeAlias = UndrainRequest
+
+@typing.final
+class UndrainReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___UndrainReply: typing_extensions.TypeAlias = UndrainReply
+
+@typing.final
+class SetQuotaRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    quota_bytes: builtins.int
+    """0: no limit"""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        quota_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["quota_bytes", b"quota_bytes", "tenant", b"tenant"]) -> None: ...
+
+Global___SetQuotaRequest: typing_extensions.TypeAlias = SetQuotaRequest
+
+@typing.final
+class SetQuotaReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    stored_bytes: builtins.int
+    """what the tenant holds now"""
+    def __init__(
+        self,
+        *,
+        stored_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stored_bytes", b"stored_bytes"]) -> None: ...
+
+Global___SetQuotaReply: typing_extensions.TypeAlias = SetQuotaReply
 
 @typing.final
 class SetBypassRequest(google.protobuf.message.Message):

@@ -86,6 +86,11 @@ class PoolStub(object):
                 request_serializer=kvpool__proto_dot_pool__pb2.PurgeRequest.SerializeToString,
                 response_deserializer=kvpool__proto_dot_pool__pb2.PurgeReply.FromString,
                 _registered_method=True)
+        self.ReportNode = channel.unary_unary(
+                '/kvpool.v1.Pool/ReportNode',
+                request_serializer=kvpool__proto_dot_pool__pb2.ReportNodeRequest.SerializeToString,
+                response_deserializer=kvpool__proto_dot_pool__pb2.ReportNodeReply.FromString,
+                _registered_method=True)
 
 
 class PoolServicer(object):
@@ -164,6 +169,14 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportNode(self, request, context):
+        """A worker could not use a node's data port. Counts for all when a second host says so, or when the node does not
+        answer the Master either.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -216,6 +229,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Purge,
                     request_deserializer=kvpool__proto_dot_pool__pb2.PurgeRequest.FromString,
                     response_serializer=kvpool__proto_dot_pool__pb2.PurgeReply.SerializeToString,
+            ),
+            'ReportNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportNode,
+                    request_deserializer=kvpool__proto_dot_pool__pb2.ReportNodeRequest.FromString,
+                    response_serializer=kvpool__proto_dot_pool__pb2.ReportNodeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -500,6 +518,33 @@ class Pool(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def ReportNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/ReportNode',
+            kvpool__proto_dot_pool__pb2.ReportNodeRequest.SerializeToString,
+            kvpool__proto_dot_pool__pb2.ReportNodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class NodesStub(object):
     """---------------------------------------------------------------- node clients
@@ -736,6 +781,21 @@ class AdminStub(object):
                 request_serializer=kvpool__proto_dot_pool__pb2.SetBypassRequest.SerializeToString,
                 response_deserializer=kvpool__proto_dot_pool__pb2.SetBypassReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvpool.v1.Admin/Drain',
+                request_serializer=kvpool__proto_dot_pool__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvpool__proto_dot_pool__pb2.DrainReply.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/kvpool.v1.Admin/Undrain',
+                request_serializer=kvpool__proto_dot_pool__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=kvpool__proto_dot_pool__pb2.UndrainReply.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/kvpool.v1.Admin/SetQuota',
+                request_serializer=kvpool__proto_dot_pool__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=kvpool__proto_dot_pool__pb2.SetQuotaReply.FromString,
+                _registered_method=True)
         self.CheckInvariants = channel.unary_unary(
                 '/kvpool.v1.Admin/CheckInvariants',
                 request_serializer=kvpool__proto_dot_pool__pb2.CheckInvariantsRequest.SerializeToString,
@@ -762,6 +822,27 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Takes no more writes on a node and moves what it holds elsewhere, while there is room. Kept over restarts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Ends a drain: the node takes writes again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """Limits the bytes that a tenant's blocks hold. Kept over restarts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckInvariants(self, request, context):
         """Cross-checks every index of the directory. Served only with --debug: it stops the world for its time.
         """
@@ -781,6 +862,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetBypass,
                     request_deserializer=kvpool__proto_dot_pool__pb2.SetBypassRequest.FromString,
                     response_serializer=kvpool__proto_dot_pool__pb2.SetBypassReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvpool__proto_dot_pool__pb2.DrainRequest.FromString,
+                    response_serializer=kvpool__proto_dot_pool__pb2.DrainReply.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=kvpool__proto_dot_pool__pb2.UndrainRequest.FromString,
+                    response_serializer=kvpool__proto_dot_pool__pb2.UndrainReply.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=kvpool__proto_dot_pool__pb2.SetQuotaRequest.FromString,
+                    response_serializer=kvpool__proto_dot_pool__pb2.SetQuotaReply.SerializeToString,
             ),
             'CheckInvariants': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckInvariants,
@@ -844,6 +940,87 @@ class Admin(object):
             '/kvpool.v1.Admin/SetBypass',
             kvpool__proto_dot_pool__pb2.SetBypassRequest.SerializeToString,
             kvpool__proto_dot_pool__pb2.SetBypassReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Admin/Drain',
+            kvpool__proto_dot_pool__pb2.DrainRequest.SerializeToString,
+            kvpool__proto_dot_pool__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Admin/Undrain',
+            kvpool__proto_dot_pool__pb2.UndrainRequest.SerializeToString,
+            kvpool__proto_dot_pool__pb2.UndrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Admin/SetQuota',
+            kvpool__proto_dot_pool__pb2.SetQuotaRequest.SerializeToString,
+            kvpool__proto_dot_pool__pb2.SetQuotaReply.FromString,
             options,
             channel_credentials,
             insecure,

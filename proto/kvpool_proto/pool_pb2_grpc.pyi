@@ -9,7 +9,7 @@ Conventions
   - runs travel as parallel packed arrays of equal length, one element per run
   - ids of leases and reservations are 16 random bytes chosen by the caller, so that a retry is the same request
   - errors are gRPC statuses that carry google.rpc.ErrorInfo (domain "kvpool"); the table is errors.py
-  - reserved ranges belong to what later versions add (peers, capabilities, pins, quotas)
+  - reserved ranges belong to what later versions add (pins)
 """
 
 import abc
@@ -194,7 +194,23 @@ _PoolPurgeType = typing_extensions.TypeVar(
     ],
 )
 
-class PoolStub(typing.Generic[_PoolOpenNamespaceType, _PoolLookupType, _PoolPeekType, _PoolReleaseType, _PoolRenewType, _PoolReserveType, _PoolCommitType, _PoolAbortType, _PoolRemoveType, _PoolPurgeType]):
+_PoolReportNodeType = typing_extensions.TypeVar(
+    '_PoolReportNodeType',
+    grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.ReportNodeRequest,
+        kvpool_proto.pool_pb2.ReportNodeReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.ReportNodeRequest,
+        kvpool_proto.pool_pb2.ReportNodeReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.ReportNodeRequest,
+        kvpool_proto.pool_pb2.ReportNodeReply,
+    ],
+)
+
+class PoolStub(typing.Generic[_PoolOpenNamespaceType, _PoolLookupType, _PoolPeekType, _PoolReleaseType, _PoolRenewType, _PoolReserveType, _PoolCommitType, _PoolAbortType, _PoolRemoveType, _PoolPurgeType, _PoolReportNodeType]):
     """---------------------------------------------------------------- workers"""
 
     @typing.overload
@@ -238,6 +254,10 @@ class PoolStub(typing.Generic[_PoolOpenNamespaceType, _PoolLookupType, _PoolPeek
         grpc.UnaryUnaryMultiCallable[
             kvpool_proto.pool_pb2.PurgeRequest,
             kvpool_proto.pool_pb2.PurgeReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.ReportNodeRequest,
+            kvpool_proto.pool_pb2.ReportNodeReply,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -283,6 +303,10 @@ class PoolStub(typing.Generic[_PoolOpenNamespaceType, _PoolLookupType, _PoolPeek
             kvpool_proto.pool_pb2.PurgeRequest,
             kvpool_proto.pool_pb2.PurgeReply,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.ReportNodeRequest,
+            kvpool_proto.pool_pb2.ReportNodeReply,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     OpenNamespace: _PoolOpenNamespaceType
@@ -315,6 +339,11 @@ class PoolStub(typing.Generic[_PoolOpenNamespaceType, _PoolLookupType, _PoolPeek
     Purge: _PoolPurgeType
     """Hides everything in a namespace and ends its open reservations, for ever: what was stored until now is dead on
     every node, also on those that are away, and after restarts of everybody.
+    """
+
+    ReportNode: _PoolReportNodeType
+    """A worker could not use a node's data port. Counts for all when a second host says so, or when the node does not
+    answer the Master either.
     """
 
 PoolAsyncStub: typing_extensions.TypeAlias = PoolStub[
@@ -357,6 +386,10 @@ PoolAsyncStub: typing_extensions.TypeAlias = PoolStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvpool_proto.pool_pb2.PurgeRequest,
         kvpool_proto.pool_pb2.PurgeReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.ReportNodeRequest,
+        kvpool_proto.pool_pb2.ReportNodeReply,
     ],
 ]
 
@@ -443,6 +476,16 @@ class PoolServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvpool_proto.pool_pb2.PurgeReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.PurgeReply]]:
         """Hides everything in a namespace and ends its open reservations, for ever: what was stored until now is dead on
         every node, also on those that are away, and after restarts of everybody.
+        """
+
+    @abc.abstractmethod
+    def ReportNode(
+        self,
+        request: kvpool_proto.pool_pb2.ReportNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvpool_proto.pool_pb2.ReportNodeReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.ReportNodeReply]]:
+        """A worker could not use a node's data port. Counts for all when a second host says so, or when the node does not
+        answer the Master either.
         """
 
 def add_PoolServicer_to_server(servicer: PoolServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
@@ -664,6 +707,54 @@ _AdminSetBypassType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminDrainType = typing_extensions.TypeVar(
+    '_AdminDrainType',
+    grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.DrainRequest,
+        kvpool_proto.pool_pb2.DrainReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.DrainRequest,
+        kvpool_proto.pool_pb2.DrainReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.DrainRequest,
+        kvpool_proto.pool_pb2.DrainReply,
+    ],
+)
+
+_AdminUndrainType = typing_extensions.TypeVar(
+    '_AdminUndrainType',
+    grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.UndrainRequest,
+        kvpool_proto.pool_pb2.UndrainReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.UndrainRequest,
+        kvpool_proto.pool_pb2.UndrainReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.UndrainRequest,
+        kvpool_proto.pool_pb2.UndrainReply,
+    ],
+)
+
+_AdminSetQuotaType = typing_extensions.TypeVar(
+    '_AdminSetQuotaType',
+    grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.SetQuotaRequest,
+        kvpool_proto.pool_pb2.SetQuotaReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.SetQuotaRequest,
+        kvpool_proto.pool_pb2.SetQuotaReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.SetQuotaRequest,
+        kvpool_proto.pool_pb2.SetQuotaReply,
+    ],
+)
+
 _AdminCheckInvariantsType = typing_extensions.TypeVar(
     '_AdminCheckInvariantsType',
     grpc.UnaryUnaryMultiCallable[
@@ -680,7 +771,7 @@ _AdminCheckInvariantsType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatusType, _AdminSetBypassType, _AdminCheckInvariantsType]):
+class AdminStub(typing.Generic[_AdminStatusType, _AdminSetBypassType, _AdminDrainType, _AdminUndrainType, _AdminSetQuotaType, _AdminCheckInvariantsType]):
     """---------------------------------------------------------------- operators"""
 
     @typing.overload
@@ -692,6 +783,18 @@ class AdminStub(typing.Generic[_AdminStatusType, _AdminSetBypassType, _AdminChec
         grpc.UnaryUnaryMultiCallable[
             kvpool_proto.pool_pb2.SetBypassRequest,
             kvpool_proto.pool_pb2.SetBypassReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.DrainRequest,
+            kvpool_proto.pool_pb2.DrainReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.UndrainRequest,
+            kvpool_proto.pool_pb2.UndrainReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.SetQuotaRequest,
+            kvpool_proto.pool_pb2.SetQuotaReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             kvpool_proto.pool_pb2.CheckInvariantsRequest,
@@ -710,6 +813,18 @@ class AdminStub(typing.Generic[_AdminStatusType, _AdminSetBypassType, _AdminChec
             kvpool_proto.pool_pb2.SetBypassReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.DrainRequest,
+            kvpool_proto.pool_pb2.DrainReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.UndrainRequest,
+            kvpool_proto.pool_pb2.UndrainReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvpool_proto.pool_pb2.SetQuotaRequest,
+            kvpool_proto.pool_pb2.SetQuotaReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             kvpool_proto.pool_pb2.CheckInvariantsRequest,
             kvpool_proto.pool_pb2.CheckInvariantsReply,
         ],
@@ -720,6 +835,15 @@ class AdminStub(typing.Generic[_AdminStatusType, _AdminSetBypassType, _AdminChec
 
     SetBypass: _AdminSetBypassType
     """Turns lookups, loads or stores of all workers off, or on again. Kept over restarts of the Master."""
+
+    Drain: _AdminDrainType
+    """Takes no more writes on a node and moves what it holds elsewhere, while there is room. Kept over restarts."""
+
+    Undrain: _AdminUndrainType
+    """Ends a drain: the node takes writes again."""
+
+    SetQuota: _AdminSetQuotaType
+    """Limits the bytes that a tenant's blocks hold. Kept over restarts."""
 
     CheckInvariants: _AdminCheckInvariantsType
     """Cross-checks every index of the directory. Served only with --debug: it stops the world for its time."""
@@ -732,6 +856,18 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvpool_proto.pool_pb2.SetBypassRequest,
         kvpool_proto.pool_pb2.SetBypassReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.DrainRequest,
+        kvpool_proto.pool_pb2.DrainReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.UndrainRequest,
+        kvpool_proto.pool_pb2.UndrainReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvpool_proto.pool_pb2.SetQuotaRequest,
+        kvpool_proto.pool_pb2.SetQuotaReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         kvpool_proto.pool_pb2.CheckInvariantsRequest,
@@ -757,6 +893,30 @@ class AdminServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvpool_proto.pool_pb2.SetBypassReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.SetBypassReply]]:
         """Turns lookups, loads or stores of all workers off, or on again. Kept over restarts of the Master."""
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: kvpool_proto.pool_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvpool_proto.pool_pb2.DrainReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.DrainReply]]:
+        """Takes no more writes on a node and moves what it holds elsewhere, while there is room. Kept over restarts."""
+
+    @abc.abstractmethod
+    def Undrain(
+        self,
+        request: kvpool_proto.pool_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvpool_proto.pool_pb2.UndrainReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.UndrainReply]]:
+        """Ends a drain: the node takes writes again."""
+
+    @abc.abstractmethod
+    def SetQuota(
+        self,
+        request: kvpool_proto.pool_pb2.SetQuotaRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvpool_proto.pool_pb2.SetQuotaReply, collections.abc.Awaitable[kvpool_proto.pool_pb2.SetQuotaReply]]:
+        """Limits the bytes that a tenant's blocks hold. Kept over restarts."""
 
     @abc.abstractmethod
     def CheckInvariants(

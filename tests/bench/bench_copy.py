@@ -145,13 +145,13 @@ def measure(
 
 def store(engine: LocalEngine, copy: PartCopy, term: Term) -> None:
     """All of it."""
-    _, reason = engine.write([copy], term, lambda _: "")
-    assert not reason, reason
+    done = engine.write([copy], term, lambda _: "")
+    assert not done.reason, done.reason
 
 
 def load(engine: LocalEngine, copy: PartCopy, term: Term, blocks: int) -> None:
     """All of it."""
-    copied = engine.read([copy], term)
+    (copied,) = engine.read([copy], term)
     assert copied.blocks == blocks, copied.reason
 
 

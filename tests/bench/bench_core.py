@@ -24,6 +24,7 @@ from typing import IO
 
 from bench.report import Row, row
 from kvpool_master.core import messages as m
+from kvpool_master.core.extents import RECORD_BYTES
 from kvpool_master.core.pool import Pool
 from kvpool_master.core.settings import Settings
 from kvpool_master.replay_trace import KEY_BYTES, read_trace
@@ -231,9 +232,77 @@ def bench_eviction() -> list[Row]:
     ]
 
 
+def many_nodes(nodes: int, slots: int, part_bytes: int, slab_slots: int) -> tuple[Pool, bytes]:
+    """A pool whose `nodes` nodes have data ports and together at least `slots` slots, all bound."""
+    settings = Settings(
+        reserve_share_permille=1000, evict_ahead=False, bind_ahead_permille=1000, suspect_ms=FOREVER_MS,
+        retire_ms=FOREVER_MS, ramp_ms=0,
+    )  # fmt: skip
+    pool = Pool(settings, epoch=1)
+    slab_bytes = slab_bytes_for(slab_slots, part_bytes)
+    offer = m.SegmentOffer(0, -(-slots // (nodes * slab_slots)) * slab_bytes, slab_bytes)
+    for node in range(nodes):
+        pool.apply(m.Register(f"node{node}", 1, (offer,), data_address=f"node{node}:1"), 0)
+    spec = NamespaceSpec(model="bench", block_tokens=16, part_bytes=part_bytes, dtype="int8", key_bytes=16)
+    opened = pool.apply(m.OpenNamespace(spec), 0)
+    for effect in [one for one in opened.effects if isinstance(one, m.BindSlab)]:
+        pool.apply(m.SlabBound(effect.node, 1, effect.segment, effect.slab, effect.slot_bytes), 0)
+    return pool, opened.namespace
+
+
+def bench_placement() -> list[Row]:
+    """Reserve + commit of 1,024 blocks of 3 MiB for a writer without a segment, on 1 node and on 100."""
+    rounds = 100
+    took: dict[int, float] = {}
+    runs: dict[int, float] = {}
+    for nodes in (1, 100):
+        pool, namespace = many_nodes(nodes, 2 * rounds * CHAIN_BLOCKS, 3 << 20, slab_slots=256)
+        idents = iter(range(rounds))
+        chains = [os.urandom(16 * CHAIN_BLOCKS) for _ in range(rounds)]
+        took[nodes] = median_us(partial(_put_next, pool, namespace, idents, 1, True), chains)
+        hits = [pool.apply(m.Peek(namespace, chain, 0), rounds) for chain in chains]
+        runs[nodes] = sum(len(hit.extents) for hit in hits) / RECORD_BYTES / rounds
+    return [
+        row("placement of 1,024 blocks of 3 MiB, no own node, 1 node", took[1], "us"),
+        row("the same on 100 nodes", took[100], "us"),
+        row("the same, as a multiple of 1 node", took[100] / took[1], "x", at_most=2),
+        row("runs of a chain, 1 node", runs[1], ""),
+        row("runs of a chain, 100 nodes", runs[100], ""),
+    ]
+
+
+def bench_retire() -> list[Row]:
+    """A node with a tenth of 2 million blocks is retired: how long one command keeps the others waiting."""
+    pool, namespace = many_nodes(10, BLOCKS + BLOCKS // 10, 4096, slab_slots=1 << 13)
+    fill(pool, namespace, conversation(16), BLOCKS)
+    spare = gc.isenabled()
+    gc.freeze()
+    gc.disable()  # as the daemon does (server.spare_the_directory)
+    runs = pool.liveness.nodes["node3"].segments[0].allocator.per_size[4096]
+    held = len(runs.slabs) * runs.per_slab - runs.free
+    times: list[float] = []
+    commands: list[m.Command] = [m.RetireNode("node3", 1)]
+    while pool.forest.retiring or commands:
+        command = commands.pop() if commands else m.Tick()
+        start = time.perf_counter()
+        pool.apply(command, BLOCKS)
+        times.append(time.perf_counter() - start)
+    gc.unfreeze()
+    if spare:
+        gc.enable()
+    return [
+        row("blocks of the node that is retired, of 2 M", held, "blocks"),
+        row("its retirement, longest command", max(times) * 1e3, "ms", at_most=20),
+        row("the same, commands until all is gone", len(times), ""),
+        row("the same, all commands together", sum(times), "s"),
+    ]
+
+
 def run() -> list[Row]:
     """All figures of the core."""
-    return [*bench_lookup(), *bench_put(), *bench_eviction(), *bench_memory()]
+    return [
+        *bench_lookup(), *bench_put(), *bench_placement(), *bench_eviction(), *bench_retire(), *bench_memory()
+    ]  # fmt: skip
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["memory"]:

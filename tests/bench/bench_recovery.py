@@ -36,6 +36,7 @@ from kvpool_client.inventory import chunks, scan
 from kvpool_client.segment import SlabRecord
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.geometry import slab_bytes_for, slots_per_slab
+from kvpool_proto.security import PLAINTEXT
 
 BLOCKS = 1_000_000
 CHAIN_BLOCKS = 64
@@ -212,12 +213,12 @@ def bench_kill() -> list[Row]:
         port = master.grpc_port
         size = ("--segment-bytes", "1GiB", "--slab-bytes", "64MiB", "--node-id", "bench", "--discard")
         with NodeProcess(master.address, folder, *size) as node:
-            with KVPool.connect(master.address, node.socket_path, timeout_ms=20_000) as pool:
+            with KVPool.connect(master.address, node.socket_path, timeout_ms=20_000, security=PLAINTEXT) as pool:
                 kv = pool.namespace(ONE_PART)
                 for keys in chains:
                     stored = kv.store(keys, Contiguous(data))
                     assert stored.stored_blocks == RECOVER_CHAIN_BLOCKS, stored
-            with KVPool.connect(master.address, node.socket_path) as pool:
+            with KVPool.connect(master.address, node.socket_path, security=PLAINTEXT) as pool:
                 kv = pool.namespace(ONE_PART)
                 killed_s = time.perf_counter()
                 master.kill()

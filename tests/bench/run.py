@@ -1,6 +1,6 @@
 """`make bench`: every figure that has a target, in one run, as a table and as JSON.
 
-  python tests/bench/run.py [--json FILE] [--only core,replay,rpc,recovery,copy]
+  python tests/bench/run.py [--json FILE] [--only core,replay,rpc,recovery,copy,peer]
 
 Exit code 1 when a target was missed. Nothing else should run on the machine meanwhile; ratios are measured inside
 this run, so that noise hits both of their sides.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import bench_copy, bench_core, bench_recovery, bench_replay, bench_rpc
+from bench import bench_copy, bench_core, bench_peer, bench_recovery, bench_replay, bench_rpc
 from bench.report import Row, machine, show, write
 
 BENCHES: dict[str, Callable[[], list[Row]]] = {
@@ -24,6 +24,7 @@ BENCHES: dict[str, Callable[[], list[Row]]] = {
     "rpc": bench_rpc.run,
     "recovery": bench_recovery.run,
     "copy": bench_copy.run,
+    "peer": bench_peer.run,
 }
 
 

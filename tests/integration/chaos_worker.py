@@ -31,6 +31,7 @@ from kvpool_client import Contiguous, KVPool
 from kvpool_client.sdk import Namespace
 from kvpool_proto.keys import chain_of
 from kvpool_proto.namespace import NamespaceSpec
+from kvpool_proto.security import PLAINTEXT
 
 CALL_MS: Final = 500
 STORE_MS: Final = 1_000
@@ -89,7 +90,7 @@ class Worker:
         self.node = name.partition(".")[0]
         self.rng = random.Random(seed)
         self.journal = Journal(journal, name)
-        self.pool = KVPool.connect(master, socket_path, timeout_ms=CALL_MS, name=name)
+        self.pool = KVPool.connect(master, socket_path, timeout_ms=CALL_MS, name=name, security=PLAINTEXT)
         self.ended = False
 
     def read(self, space: Namespace, name: str, chain: bytes, skip: int, parts: range, renew: bool = False) -> int:

@@ -38,6 +38,8 @@ def node_config(nodes_double: NodesDouble, tmp_path: Path) -> NodeConfig:
         slab_bytes=SLAB,
         socket_path=str(tmp_path / "node.sock"),
         http="127.0.0.1:0",
+        plaintext=True,
+        data_listen="127.0.0.1:0",
         local_timeout_ms=1_000,
         backoff_max_ms=100,
     )

@@ -32,6 +32,7 @@ class Node:
     """A node client's side of the contract, without memory: registers and binds slabs as told.
 
     contents: the number of its file. holds: it has something to report. epoch_seen: highest obeyed so far.
+    data_address: of its data port, which it does not have.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Node:
         contents: int = 0,
         holds: bool = False,
         epoch_seen: int = 0,
+        data_address: str = "",
     ) -> None:
         self.node_id = node_id
         self.incarnation = incarnation
@@ -50,7 +52,13 @@ class Node:
         offer = pb.SegmentOffer(
             size_bytes=8 * SLAB_BYTES, slab_bytes=SLAB_BYTES, numa_node=-1, contents=contents, holds=holds
         )
-        request = pb.RegisterRequest(node_id=node_id, incarnation=incarnation, segments=[offer], epoch_seen=epoch_seen)
+        request = pb.RegisterRequest(
+            node_id=node_id,
+            incarnation=incarnation,
+            segments=[offer],
+            epoch_seen=epoch_seen,
+            data_address=data_address,
+        )
         self.registered = nodes.Register(request, timeout=TIMEOUT_S)
         self._more: queue.SimpleQueue[pb.SessionUp | None] = queue.SimpleQueue()
         self._more.put(pb.SessionUp(node_id=node_id, incarnation=incarnation))

@@ -76,6 +76,10 @@ def gone(master: NodesDouble) -> set[int]:
     return {worker for message in master.heard for worker in message.workers_gone}
 
 
+def copied(master: NodesDouble) -> list[pb.SlotsCopied]:
+    return [copy for message in master.heard for copy in message.copied]
+
+
 def cleared(master: NodesDouble) -> list[int]:
     return [order for message in master.heard for order in message.cleared]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ import grpc
 
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto import pool_pb2_grpc as pb_grpc
+from kvpool_proto.capability import KEY_BYTES
 from kvpool_proto.errors import KVPoolError, StaleInventory, UnknownNode
 from kvpool_proto.status import CODES, trailing_metadata
 
@@ -44,6 +46,8 @@ class NodesDouble(pb_grpc.NodesServicer):
         self.inventory_refusal: KVPoolError | None = None
         self.tombstones: list[pb.Tombstone] = []
         self.bypass = pb.Bypass()
+        self.key = b"k" * KEY_BYTES
+        self.former_key_ms = 60_000
         self.nodes: dict[str, tuple[list[int], list[int]]] = {}
         """Contents and handles."""
         self._asked = 0
@@ -57,6 +61,10 @@ class NodesDouble(pb_grpc.NodesServicer):
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    def master_ms(self) -> int:
+        """The time that it tells."""
+        return time.monotonic_ns() // 1_000_000
 
     def wait(self, what: Callable[[], Any]) -> Any:
         """Wait until what() is true, asked whenever something came in; its value."""
@@ -128,6 +136,9 @@ class NodesDouble(pb_grpc.NodesServicer):
                 retire_ms=60_000,
                 tombstones=self.tombstones,
                 bypass=self.bypass,
+                capability_key=self.key,
+                master_ms=self.master_ms(),
+                former_key_ms=self.former_key_ms,
             )
 
     def Session(self, messages: Iterator[pb.SessionUp], context: Any) -> Iterator[pb.SessionDown]:
@@ -143,7 +154,7 @@ class NodesDouble(pb_grpc.NodesServicer):
             self._changed.notify_all()
         context.add_callback(lambda: down.put(None))
         threading.Thread(target=self._hear, args=(messages,), daemon=True).start()
-        yield pb.SessionDown(epoch=self.epoch)
+        yield pb.SessionDown(epoch=self.epoch, master_ms=self.master_ms())
         while (said := down.get()) is not None:
             if isinstance(said, KVPoolError):
                 _abort(context, said)

@@ -15,6 +15,7 @@ from kvpool_client import Contiguous, KVPool
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.keys import chain_of
 from kvpool_proto.namespace import NamespaceSpec
+from kvpool_proto.security import PLAINTEXT
 
 PART_BYTES = 50_000
 SPEC = NamespaceSpec(model="stack-test", block_tokens=16, part_bytes=PART_BYTES, dtype="uint8", parts=2)
@@ -35,7 +36,7 @@ def main() -> None:
     """See the module's docstring."""
     master, socket_path, verb = sys.argv[1:4]
     blocks, seed = int(sys.argv[4]), int(sys.argv[5]) if len(sys.argv) > 5 else 1
-    with KVPool.connect(master, socket_path, timeout_ms=10_000) as pool:
+    with KVPool.connect(master, socket_path, timeout_ms=10_000, security=PLAINTEXT) as pool:
         space = pool.namespace(SPEC)
         data = [pattern(blocks, part, seed) for part in range(2)]
         if verb == "store":

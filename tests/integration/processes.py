@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,12 +19,16 @@ STOP_S = 30.0
 
 
 class DaemonProcess:
-    """Starts at once; http_port is known when the constructor returns."""
+    """Starts at once, in plain text unless told where its certificate is; http_port is known when it is made.
 
-    def __init__(self, module: str, *flags: str) -> None:
+    inside: words before its command line, which run it elsewhere (network_world.py).
+    """
+
+    def __init__(self, module: str, *flags: str, inside: Sequence[str] = ()) -> None:
         self.lines: list[str] = []
+        words = flags if any(flag.startswith("--tls-") for flag in flags) else ("--plaintext", *flags)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, "serve", "--log-json", "--http", "127.0.0.1:0", *flags],
+            [*inside, sys.executable, "-m", module, "serve", "--log-json", "--http", "127.0.0.1:0", *words],
             stderr=subprocess.PIPE,
             text=True,
             env={name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")},
@@ -79,21 +84,30 @@ class DaemonProcess:
 class MasterProcess(DaemonProcess):
     """grpc_port and epoch are known when the constructor returns. port: 0 for any.
 
-    state_dir: that of a former Master to be its next life; without one it has its own, which goes with it.
+    state_dir: that of a former Master to be its next life; without one it has its own, which goes with it. host:
+    where it listens.
     """
 
-    def __init__(self, *flags: str, port: int = 0, state_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        port: int = 0,
+        state_dir: Path | None = None,
+        host: str = "127.0.0.1",
+        inside: Sequence[str] = (),
+    ) -> None:
+        self.host = host
         self._own = tempfile.TemporaryDirectory(prefix="kvpool-master-") if state_dir is None else None
         self.state_dir = Path(self._own.name) if self._own is not None else state_dir
-        where = ("--listen", f"127.0.0.1:{port}", "--state-dir", str(self.state_dir))
-        super().__init__("kvpool_master", "--debug", *where, *flags)
+        where = ("--listen", f"{host}:{port}", "--state-dir", str(self.state_dir))
+        super().__init__("kvpool_master", "--debug", *where, *flags, inside=inside)
         ready = self.event("ready")
         self.grpc_port = int(ready["grpc_port"])
         self.epoch = int(ready["epoch"])
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.grpc_port}"
+        return f"{self.host}:{self.grpc_port}"
 
     def _ended(self) -> int:
         code = super()._ended()
@@ -103,11 +117,13 @@ class MasterProcess(DaemonProcess):
 
 
 class NodeProcess(DaemonProcess):
-    """A node client with its segment and socket in `folder`."""
+    """A node client with its segment and socket in `folder`, and a data port of its own on `host`."""
 
-    def __init__(self, master: str, folder: Path, *flags: str) -> None:
+    def __init__(
+        self, master: str, folder: Path, *flags: str, host: str = "127.0.0.1", inside: Sequence[str] = ()
+    ) -> None:
         self.socket_path = str(folder / "node.sock")
         self.segments = folder / "segments"
         self.segments.mkdir(exist_ok=True)
         where = ("--master", master, "--segment-dir", str(self.segments), "--socket-path", self.socket_path)
-        super().__init__("kvpool_client", *where, *flags)
+        super().__init__("kvpool_client", *where, "--data-listen", f"{host}:0", *flags, inside=inside)

@@ -111,7 +111,7 @@ def all_up(status: pb.StatusReply) -> bool:
     """Are all nodes up, with nothing left to report?"""
     nodes = {node.node_id: (node.state, node.inventory) for node in status.nodes}
     return nodes.keys() == {node_id(node) for node in NODES} and all(
-        state == "up" and inventory in ("none", "complete") for state, inventory in nodes.values()
+        state in ("up", "ramp") and inventory in ("none", "complete") for state, inventory in nodes.values()
     )
 
 

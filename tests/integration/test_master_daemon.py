@@ -309,7 +309,7 @@ def test_health_and_reflection(client: Client) -> None:
 def test_a_second_master_on_a_port_fails_with_one_line(process: MasterProcess, taken: str, tmp_path: Path) -> None:
     ports = {"listen": 0, "http": 0} | {taken: process.grpc_port if taken == "listen" else process.http_port}
     words = [word for name, port in ports.items() for word in (f"--{name}", f"127.0.0.1:{port}")]
-    words += ["--state-dir", str(tmp_path)]
+    words += ["--state-dir", str(tmp_path), "--plaintext"]
     done = subprocess.run(
         [sys.executable, "-m", "kvpool_master", *words], capture_output=True, text=True, timeout=30, check=False
     )

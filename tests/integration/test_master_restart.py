@@ -155,7 +155,7 @@ def test_a_master_that_has_reserved_does_not_go_on_below_an_epoch_that_it_meets(
 
 def test_a_second_master_on_the_directory_fails_with_one_line(tmp_path: Path) -> None:
     with master(tmp_path):
-        words = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--state-dir", str(tmp_path)]
+        words = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--plaintext", "--state-dir", str(tmp_path)]
         done = subprocess.run(
             [sys.executable, "-m", "kvpool_master", *words], capture_output=True, text=True, timeout=30, check=False
         )
@@ -196,7 +196,7 @@ def test_a_master_that_was_stopped_expires_nobody(tmp_path: Path) -> None:
             assert client.lookup(chain=keys).hit_blocks == 3
         until(lambda: client.process.event("stalled"))
         assert not threading.Event().wait(0.5)  # longer than a node that is silent would be up
-        assert [(known.node_id, known.state) for known in client.status().nodes] == [("a", "up")]
+        assert [(known.node_id, known.state) for known in client.status().nodes] == [("a", "ramp")]
         assert client.lookup(chain=keys).hit_blocks == 3
         assert not client.process.event("session_lost"), client.process.lines
         beating.end()
@@ -212,7 +212,7 @@ def test_a_directory_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, sea
     else:
         state_dir.mkdir()
         (state_dir / "kvpool-master.db").write_bytes(os.urandom(9_000))
-    words = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--state-dir", str(state_dir)]
+    words = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--plaintext", "--state-dir", str(state_dir)]
     done = subprocess.run(
         [sys.executable, "-m", "kvpool_master", *words], capture_output=True, text=True, timeout=30, check=False
     )

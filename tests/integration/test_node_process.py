@@ -25,7 +25,8 @@ class Process:
     def __init__(self, config: NodeConfig, *flags: str, **environment: str) -> None:
         argv = [sys.executable, "-m", "kvpool_client", "serve", "--master", config.master, "--node-id", "n1"]
         argv += ["--segment-dir", config.segment_dir, "--segment-bytes", "4MiB", "--slab-bytes", "1MiB"]
-        argv += ["--socket-path", config.socket_path, "--http", "127.0.0.1:0", *flags]
+        argv += ["--socket-path", config.socket_path, "--http", "127.0.0.1:0", "--data-listen", "127.0.0.1:0"]
+        argv += ["--plaintext", *flags]
         self.lines: list[str] = []
         self._process = subprocess.Popen(argv, stderr=-1, text=True, env={**os.environ, **environment})
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,11 +10,15 @@ import pytest
 from integration.node_world import KEYS, NAMESPACE, SLAB, SLOT, bound, cleared, get, gone, reported, store, until
 from integration.nodes_double import WAIT_S, NodesDouble
 from kvpool_client.daemon import NodeDaemon
-from kvpool_client.headers import FREE, WRITING
+from kvpool_client.headers import FREE, PEER_WRITER, WRITING
 from kvpool_client.local_socket import LocalClient, Welcome
+from kvpool_client.node import Node
+from kvpool_client.peer.copies import Grant
 from kvpool_client.session import State
+from kvpool_client.session_messages import Tombstones
 from kvpool_proto import pool_pb2 as pb
-from kvpool_proto.errors import BadRequest
+from kvpool_proto.capability import READ, WRITE, Op, make_mac, part_table
+from kvpool_proto.errors import BadCapability, BadRequest, CapabilityExpired, KVPoolError
 from kvpool_proto.geometry import slots_per_slab
 
 PER_SLAB = slots_per_slab(SLAB, SLOT)
@@ -150,6 +155,91 @@ def test_slots_are_cleared_by_stamp(node_daemon: NodeDaemon, nodes_double: Nodes
     nodes_double.wait(lambda: cleared(nodes_double) == [5, 6])
     assert states(stored) == [FREE, FREE, FREE, before[3]]
     assert "kvpool_client_slots_cleared_total 1.0" in get(node_daemon.http_port, "/metrics")[1]
+
+
+def test_slots_that_peers_write_are_cleared_when_that_has_ended(
+    node_daemon: NodeDaemon, nodes_double: NodesDouble, stored: Welcome
+) -> None:
+    store(stored.segments[0], 0, stamp=80, state=WRITING, worker_id=PEER_WRITER)
+    order = pb.ClearSlots(order=5, segment=100, slot_bytes=SLOT, first_slot=[0], slots=[1], stamp=[80])
+    writes = node_daemon.node.writes
+    with writes.under(node_daemon.node.segments[0], [0], 80):
+        nodes_double.send(pb.SessionDown(epoch=10, clear_slots=[order]))
+        nodes_double.order(pb.BindSlab(segment=100, slab=1, slot_bytes=SLOT))
+        nodes_double.wait(lambda: len(bound(nodes_double)) == 3)  # what comes later does not wait for it
+        assert cleared(nodes_double) == []
+        assert states(stored)[0] == WRITING
+    nodes_double.wait(lambda: cleared(nodes_double) == [5])
+    assert states(stored)[0] == FREE
+
+
+def test_a_clearing_that_waits_ends_with_its_session(
+    node_daemon: NodeDaemon, nodes_double: NodesDouble, stored: Welcome
+) -> None:
+    store(stored.segments[0], 0, stamp=80, state=WRITING, worker_id=PEER_WRITER)
+    order = pb.ClearSlots(order=5, segment=100, slot_bytes=SLOT, first_slot=[0], slots=[1], stamp=[80])
+    with node_daemon.node.writes.under(node_daemon.node.segments[0], [0], 80):
+        nodes_double.send(pb.SessionDown(epoch=10, clear_slots=[order]))
+        nodes_double.break_session()
+        nodes_double.wait(lambda: len(nodes_double.registered) == 2)
+    assert node_daemon.registration.serving.wait(WAIT_S)
+    nodes_double.send(pb.SessionDown(epoch=10, clear_slots=[pb.ClearSlots(order=6, segment=100, slot_bytes=SLOT)]))
+    nodes_double.wait(lambda: cleared(nodes_double) == [6])
+    assert states(stored)[0] == WRITING
+
+
+def test_an_inventory_tells_what_peers_write_and_not_what_they_left(
+    node_daemon: NodeDaemon, nodes_double: NodesDouble, stored: Welcome
+) -> None:
+    for slot in (5, 6):
+        store(stored.segments[0], slot, block=3, stamp=80, state=WRITING, worker_id=PEER_WRITER)
+    with node_daemon.node.writes.under(node_daemon.node.segments[0], [6], 80):
+        nodes_double.ask_inventory(1)
+        chunks = nodes_double.wait(lambda: nodes_double.inventories.get(1))
+    assert [(*w.first_slot, *w.slots, *w.worker_id) for chunk in chunks for w in chunk.writing] == [(6, 1, 0)]
+
+
+def test_a_long_order_holds_up_no_answer_that_we_are_there(
+    node_daemon: NodeDaemon, nodes_double: NodesDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def long(self: Node, tombstones: Tombstones) -> None:
+        begun.set()
+        assert go.wait(WAIT_S)
+
+    monkeypatch.setattr(Node, "bury", long)
+    nodes_double.send(pb.SessionDown(epoch=10, tombstones=[pb.Tombstone(namespace_id=NAMESPACE, stamp=1)]))
+    assert begun.wait(WAIT_S)
+    nodes_double.send(pb.SessionDown(epoch=10, probe=7))
+    nodes_double.wait(lambda: any(message.probed == 7 for message in nodes_double.heard))
+    go.set()
+
+
+def test_the_key_and_the_time_of_the_master_are_learnt(node_daemon: NodeDaemon, nodes_double: NodesDouble) -> None:
+    keyring, key = node_daemon.node.keyring, nodes_double.key
+    valid_until_ms = nodes_double.master_ms() + 3_600_000
+    table = part_table(0, segment=[100], first_slot=[0], blocks=[1], stride=[1], stamp=[77], part_from=[0]).tobytes()
+
+    def grant(epoch: int, op: Op, key: bytes) -> Grant:
+        mac = make_mac(key, op, epoch, valid_until_ms, NAMESPACE, 0, table)
+        return Grant("", "n1", op, epoch, valid_until_ms, NAMESPACE, 0, table, mac)
+
+    keyring.check(grant(10, WRITE, key))
+    with pytest.raises(BadCapability):
+        keyring.check(grant(10, READ, b"x" * 32))
+    nodes_double.epoch, nodes_double.key = 11, b"l" * 32
+    nodes_double.break_session()
+    until(lambda: node_daemon.node.epoch == 11 and node_daemon.node.handles)
+    keyring.check(grant(11, WRITE, nodes_double.key))
+    keyring.check(grant(10, READ, key))
+    with pytest.raises(KVPoolError):
+        keyring.check(grant(10, WRITE, key))
+    nodes_double.send(pb.SessionDown(epoch=11, master_ms=valid_until_ms + 1_000))
+    nodes_double.order(pb.BindSlab(segment=100, slab=0, slot_bytes=SLOT))
+    nodes_double.wait(lambda: bound(nodes_double))
+    with pytest.raises(CapabilityExpired):
+        keyring.check(grant(11, READ, nodes_double.key))
 
 
 def test_orders_to_clear_that_cannot_be_are_not_answered(

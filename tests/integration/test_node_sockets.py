@@ -145,6 +145,10 @@ def test_what_is_exported_is_what_is_listed(
     )  # fmt: skip
     for _ in range(2):
         local_client.report_use(pb.LocalUse(namespaces=[use]))
+    host, port = node_daemon.node.data_address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as peer:
+        peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert peer.recv(100)
     text = get(node_daemon.http_port, "/metrics")[1]
     names = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     assert names == set(METRICS)
@@ -156,3 +160,4 @@ def test_what_is_exported_is_what_is_listed(
     assert f"kvpool_client_hit_tokens_total{labels} 224.0" in text
     assert f"kvpool_client_load_seconds_total{labels} 3.0" in text
     assert 'kvpool_client_short_calls_total{call="load",reason="verify_failed"} 2.0' in text
+    assert 'kvpool_client_data_refused_total{reason="protocol"} 1.0' in text

@@ -19,6 +19,7 @@ from integration.pool_worker import PART_BYTES, SPEC, chain, pattern
 from integration.processes import MasterProcess, NodeProcess
 from kvpool_client import Contiguous, KVPool
 from kvpool_proto import pool_pb2 as pb
+from kvpool_proto.security import PLAINTEXT
 
 MIB = 1 << 20
 WORKER = Path(__file__).with_name("pool_worker.py")
@@ -117,7 +118,7 @@ def test_a_worker_killed_between_reserve_and_commit_leaves_nothing_held(stack: S
 
 def test_a_killed_master_is_a_miss_until_its_next_life_has_the_blocks_back(stack: Stack) -> None:
     data = [pattern(20, part, 1) for part in range(2)]
-    with KVPool.connect(stack.master.address, stack.node.socket_path, timeout_ms=2_000) as pool:
+    with KVPool.connect(stack.master.address, stack.node.socket_path, timeout_ms=2_000, security=PLAINTEXT) as pool:
         space = pool.namespace(SPEC)
         assert space.store(chain(20, 1), [Contiguous(part) for part in data]).stored_blocks == 20
         stack.master.kill()
@@ -182,7 +183,8 @@ def test_bytes_that_rot_are_a_miss_and_then_replaced(stack: Stack) -> None:
     assert stack.work("load", 20) == "20  True"
 
 
-def test_the_example_of_the_readme(stack: Stack) -> None:
+def test_the_example_of_the_readme(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_PLAINTEXT", "true")
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.+?)```", readme, re.DOTALL)
     code = code.replace("127.0.0.1:50051", stack.master.address).replace(

@@ -123,7 +123,7 @@ class File:
         try:
             run = Run(0, 1, self.worker, chain.slot + block, 1, chain.stamp)
             copy = part_copy(spec, key, [run], DEVICE.bind(Contiguous(target), spec.part_bytes, writable=True))
-            return target[0] if self.engine.read([copy], World(self.owner, self.worker).term()).blocks else None
+            return target[0] if self.engine.read([copy], World(self.owner, self.worker).term())[0].blocks else None
         except KVPoolError:
             return None
 

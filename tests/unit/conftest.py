@@ -12,6 +12,7 @@ from kvpool_client import Contiguous, KVPool, Namespace
 from kvpool_client.owned_segment import OwnedSegment, SegmentPlan
 from kvpool_client.segment import AttachedSegment
 from kvpool_client.transfer import LocalEngine
+from unit.peer_world import Case, PeerWorld, case_of, engine, until
 from unit.sdk_double import PoolDouble
 from unit.sdk_world import spec_of
 from unit.transfer_world import (
@@ -76,3 +77,22 @@ def stored_run(segment_world: World) -> Stored:
     buffer = DEVICE.bind(Contiguous(data), SPEC.part_bytes, writable=False)
     assert written(engine, segment_world, [part_copy(SPEC, chain, [run], buffer)]) == [BLOCKS]
     return Stored(segment_world, chain, run, data, engine)
+
+
+@pytest.fixture(scope="module")
+def peer_world(segment_world: World) -> Iterator[PeerWorld]:
+    peer = PeerWorld(segment_world)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def peer_case(peer_world: PeerWorld) -> Iterator[Case]:
+    """Fresh slots, an engine that asks for four blocks at a time over one connection, and refusals counted anew."""
+    made = engine(connections=1)
+    peer_world.server.counts.refused.clear()
+    case = case_of(peer_world, made)
+    yield case
+    made.close()
+    case.engine.close()
+    until(lambda: peer_world.server.open_connections == 0)

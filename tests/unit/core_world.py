@@ -7,6 +7,7 @@ from typing import Any
 
 from kvpool_master.core import extents as ex
 from kvpool_master.core import messages as m
+from kvpool_master.core.memory import NO_MEMORY, Memory
 from kvpool_master.core.pool import Pool
 from kvpool_master.core.settings import Settings
 from kvpool_proto.geometry import slab_bytes_for
@@ -45,11 +46,15 @@ class World:
     """A pool with one node `n` and one namespace; time moves only when told."""
 
     def __init__(
-        self, *, slots: int = 64, slabs: int = 1, parts: int = 1, entry: str = "root", epoch: int = 1, **settings: Any
-    ) -> None:
-        self.pool = Pool(Settings(**{**QUICK, "bind_ahead_permille": 1000, **settings}), epoch)
+        self, *, slots: int = 64, slabs: int = 1, parts: int = 1, entry: str = "root", epoch: int = 1,
+        replicas: int = 1, nodes: Sequence[str] = ("n",), memory: Memory = NO_MEMORY, **settings: Any,
+    ) -> None:  # fmt: skip
+        chosen: dict[str, Any] = {**QUICK, "bind_ahead_permille": 1000, **settings}
+        self.pool = Pool(Settings(**chosen), epoch, memory)
         self.now = 0
         self.uncleared: list[m.ClearSlots] = []
+        self.copies: list[m.CopySlots] = []
+        """Orders that are not answered; see copied()."""
         self.clears = True
         """Whether nodes carry out ClearSlots at once."""
         self.slab_bytes = slab_bytes_for(slots, PART_BYTES)
@@ -63,14 +68,17 @@ class World:
             key_bytes=KEY_BYTES,
             parts=parts,
             entry=entry,  # type: ignore[arg-type]
+            replicas=replicas,
         )
-        self.register("n", 1)
+        self.ports = len(nodes) > 1
+        for name in nodes:
+            self.register(name, 1)
         self.namespace: bytes = self.do(m.OpenNamespace(self.spec)).namespace
 
     def register(self, node: str, incarnation: int) -> Any:
-        """A node with one segment joins."""
+        """A node with one segment joins; with a data port where there are several from the start."""
         offer = m.SegmentOffer(0, self.slabs * self.slab_bytes, self.slab_bytes)
-        return self.do(m.Register(node, incarnation, (offer,)))
+        return self.do(m.Register(node, incarnation, (offer,), data_address=f"{node}:1" if self.ports else ""))
 
     def do(self, command: m.Command, after_ms: int = 0) -> Any:
         """Apply a command `after_ms` from now, confirm slabs, cross-check everything."""
@@ -85,6 +93,8 @@ class World:
                 self.do(m.SlabBound(effect.node, incarnation, effect.segment, effect.slab, effect.slot_bytes))
             if isinstance(effect, m.ClearSlots):
                 self.uncleared.append(effect)
+            if isinstance(effect, m.CopySlots):
+                self.copies.append(effect)
         if self.clears:
             self.clear()
         return outcome
@@ -101,6 +111,37 @@ class World:
     def tick(self, after_ms: int = 0) -> m.Done:
         """Let time do its work."""
         return self.do(m.Tick(), after_ms)
+
+    def copied(self, blocks: int = 1 << 30) -> int:
+        """The nodes answer all orders to copy, each with so many blocks at most; how many orders."""
+        orders, self.copies = self.copies, []
+        for order in orders:
+            node = self.pool.liveness.nodes.get(order.node)
+            if node is not None:
+                self.do(m.SlotsCopied(order.node, node.incarnation, order.order, min(blocks, order.source[1])))
+        return len(orders)
+
+    def settle(self, ticks: int = 50) -> None:
+        """Let copies be made until no more are ordered."""
+        idle = 0
+        for _ in range(ticks):
+            self.tick(after_ms=1)
+            idle = 0 if self.copied() else idle + 1
+            if idle > 2:
+                return
+
+    def nodes_of(self, keys: bytes, node: str = "") -> list[str]:
+        """The node of each block (its first part) that a lookup from `node` is given; the lease is ended."""
+        hit = self.do(m.Lookup(self.namespace, keys, 0, self.ident("where"), node))
+        self.release("where")
+        places = slots_of(hit.extents)
+        self.now += 2_000  # the released id is forgotten
+        self.tick()
+        return [self.pool.space.segments[places[block, 0][0]].node for block in range(hit.blocks)]
+
+    def state(self, node: str) -> Any:
+        """How the pool sees a node."""
+        return next(one for one in self.pool.snapshot(self.now).nodes if one.node == node)
 
     def ident(self, name: str) -> bytes:
         """A 16-byte id for a name."""

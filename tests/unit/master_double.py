@@ -17,10 +17,13 @@ import uvloop
 
 from kvpool_master.clock import SYSTEM, Clock
 from kvpool_master.config import MasterConfig
+from kvpool_master.core.liveness import Liveness
 from kvpool_master.core.messages import Command, Done, Tick
+from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import PoolCounters, Snapshot
 from kvpool_master.logs import Log
 from kvpool_master.server import MasterServer
+from kvpool_proto import pool_pb2 as pb
 from kvpool_proto import pool_pb2_grpc as pb_grpc
 from kvpool_proto.errors import KVPoolError
 from kvpool_proto.status import from_rpc_error
@@ -29,6 +32,16 @@ EPOCH = 7
 SCENE_S = 30.0
 CLOCK = Clock(SYSTEM.now_ms, SYSTEM.precise_s, lambda: float(EPOCH))
 """The machine's, on the 1st of January 1970: the first epoch is EPOCH."""
+
+
+class Stopped:
+    """A clock that a test moves on, as it goes on while a process is stopped."""
+
+    def __init__(self, ms: int = 1_000_000) -> None:
+        self.ms = ms
+
+    def clock(self) -> Clock:
+        return Clock(lambda: self.ms, SYSTEM.precise_s, lambda: float(EPOCH))
 
 
 def picture(**changes: Any) -> Snapshot:
@@ -49,12 +62,17 @@ def picture(**changes: Any) -> Snapshot:
 class ScriptedCore:
     """Answers each type of command with what `answers` holds for it: a value, an error to raise, or a function."""
 
-    def __init__(self, answers: dict[type, Any] | None = None) -> None:
+    def __init__(
+        self, answers: dict[type, Any] | None = None, holders: dict[int, tuple[str, str]] | None = None
+    ) -> None:
         self.answers = answers or {}
         self.commands: list[Command] = []
         self.picture = picture()
         self.reserved_anything = False
         self.grace_ms = 0
+        self.liveness = Liveness(Settings(), 0)
+        self.holders = holders or {}
+        """Node and data address of a segment."""
 
     def apply(self, command: Command, now_ms: int) -> Any:
         if not isinstance(command, Tick):
@@ -66,6 +84,9 @@ class ScriptedCore:
 
     def grace_left_ms(self, now_ms: int) -> int:
         return self.grace_ms
+
+    def holder_of(self, handle: int) -> tuple[str, str]:
+        return self.holders.get(handle, ("", ""))
 
     def snapshot(self, now_ms: int) -> Snapshot:
         return self.picture
@@ -93,7 +114,9 @@ async def serving(core: Any, clock: Clock = CLOCK, **changes: Any) -> AsyncItera
     Its state directory is its own unless one is given.
     """
     with tempfile.TemporaryDirectory() as state_dir:
-        config = MasterConfig(listen="127.0.0.1:0", http="127.0.0.1:0", drain_ms=1_000, state_dir=state_dir)
+        config = MasterConfig(
+            listen="127.0.0.1:0", http="127.0.0.1:0", plaintext=True, drain_ms=1_000, state_dir=state_dir
+        )
         text = io.StringIO()
         make_core = core if callable(core) else lambda *_: core
         log = Log("debug", True, clock, text)
@@ -121,6 +144,15 @@ async def refused(call: Any) -> KVPoolError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return from_rpc_error(caught.value)
+
+
+def untimed(down: pb.SessionDown) -> pb.SessionDown:
+    """A message of a session without the Master's time, which each must tell."""
+    assert down.master_ms > 0
+    bare = pb.SessionDown()
+    bare.CopyFrom(down)
+    bare.ClearField("master_ms")
+    return bare
 
 
 async def until(condition: Callable[[], Any]) -> None:

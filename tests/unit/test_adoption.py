@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool_client.adoption import Adoption
-from kvpool_client.headers import SLAB_RECORD, SUPERBLOCK_COPIES, WRITING, record_check
+from kvpool_client.headers import PEER_WRITER, SLAB_RECORD, SUPERBLOCK_COPIES, WRITING, record_check
 from kvpool_client.owned_segment import OwnedSegment, SegmentPlan, remove_leftovers
 from kvpool_client.start_error import StartError
 from kvpool_client.workers import Workers
@@ -262,6 +262,24 @@ def test_slots_being_written_stay(plan: SegmentPlan) -> None:
         assert (segment.adoption, states(segment, 0)) == (KEPT, [2, 1, 0, 2, 0])
 
 
+def test_what_peers_were_writing_is_cleared_and_what_they_wrote_stays(plan: SegmentPlan) -> None:
+    former = filled(plan)
+    contents = former.contents
+    worker = worker_of(former)
+    for slot in (1, 2, 2 * PER_SLAB + 4):
+        write_block(former, slot, b"x", state=WRITING, worker_id=PEER_WRITER)
+    write_block(former, 4, b"x", worker_id=PEER_WRITER)
+    former.close()
+    segment = adopt(plan)
+    assert segment.adoption == Adoption(kept=True, writes_dropped=3)
+    assert (states(segment, 0), states(segment, 2)) == ([2, 0, 0, 2, 2], [2, 0, 0, 2, 0])
+    assert segment.contents == contents, "what was never confirmed is no loss"
+    segment.close()
+    worker.close()
+    with opened(adopt(plan)) as again:
+        assert again.adoption == KEPT
+
+
 def test_workers_see_the_next_life_and_are_watched_by_it(plan: SegmentPlan) -> None:
     former = filled(plan)
     worker, gone = worker_of(former, 5), worker_of(former, 6)
@@ -271,7 +289,7 @@ def test_workers_see_the_next_life_and_are_watched_by_it(plan: SegmentPlan) -> N
         assert worker.superblock.incarnation == 8
         workers = Workers([segment], workers_max=2)
         assert (workers.attached, workers.poll()) == (1, [])
-        assert workers.gone_of([6, 5, 0, 1 << 63]) == [6, 0, 1 << 63]
+        assert workers.gone_of([6, 5, 0, PEER_WRITER, 1 << 63]) == [6, 0, 1 << 63]
         segment.identify(9, epoch=41)
         assert worker.epoch() == 41
         worker.close()

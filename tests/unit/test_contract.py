@@ -97,12 +97,12 @@ def test_keys_are_chained_and_a_tail_has_none() -> None:
         chain_of([1 << 32], 1)
 
 
-def test_a_namespace_id_depends_on_every_field_but_entry() -> None:
+def test_a_namespace_id_depends_on_every_field_but_those_of_storage() -> None:
     other = {
         "model": "n", "block_tokens": 64, "part_bytes": 1, "dtype": "int8", "tenant": "t", "revision": "r",
         "quantisation": "q", "parts": 2, "layout": "l", "key_bytes": 32, "hash_scheme": "s", "hash_seed": "0",
     }  # fmt: skip
-    assert set(other) | {"entry"} == set(asdict(SPEC))
+    assert set(other) | {"entry", "replicas"} == set(asdict(SPEC))
     ids = {replace(SPEC, **{name: value}).id for name, value in other.items()}  # type: ignore[arg-type]
     assert len(ids | {SPEC.id}) == len(other) + 1
     assert replace(SPEC, entry="any").id == SPEC.id

@@ -9,11 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool_client.headers import COMMITTED, PARENT_KEY, PARENT_ROOT, PARENT_UNKNOWN, WRITING, pack_keys
-from kvpool_client.inventory import CHUNK_BLOCKS_MAX
+from kvpool_client.headers import (
+    COMMITTED,
+    PARENT_KEY,
+    PARENT_ROOT,
+    PARENT_UNKNOWN,
+    PEER_WRITER,
+    WRITING,
+    pack_keys,
+)
+from kvpool_client.inventory import CHUNK_BLOCKS_MAX, chunks, scan
 from kvpool_client.slot_table import ROWS
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import SlabChanged
@@ -23,6 +31,7 @@ from unit.segment_world import PER_SLAB, SLOT, MemoryTables, create, opened, pla
 # -- what writers leave ---------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_what_writers_left_is_told_once_and_parents_first(seed: int) -> None:
     tables = Writer(seed).write()
@@ -48,6 +57,7 @@ SLOTS = st.none() | st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(SLOTS, max_size=24))
 def test_whatever_headers_say_they_are_told_once(slots: list[dict[str, Any] | None]) -> None:
     """Also twice the same key, cycles of parents, and a key that is its own parent."""
@@ -211,6 +221,23 @@ def test_slots_that_may_still_be_written_are_told() -> None:
     assert asked == {1: 1, 2: 1, 3: 1}
     tables.workers = set()
     assert writing_in(report(tables, alive=alive)) == [], "nobody maps the segment"
+
+
+@pytest.mark.parametrize("workers", [[], [1]])
+def test_slots_that_peers_write_are_told_while_the_data_port_is_at_it(workers: list[int]) -> None:
+    tables = MemoryTables([(4096, 10), (8192, 5)], workers=workers)
+    for index in range(4):
+        tables.put(0, index, state=WRITING, worker_id=PEER_WRITER)
+    tables.put(0, 6, worker_id=PEER_WRITER)
+    tables.put(0, 7, state=WRITING, worker_id=1)
+    tables.put(0, 8, key=b"halfdone")
+    tables.put(1, 0, state=WRITING, worker_id=PEER_WRITER)
+    tables.seal()
+    tables.tables[0]["stamp"][8] += 1  # torn: the data port writes its header just now
+    found = list(chunks(scan(tables, {}, lambda worker_id: worker_id == 1, {1, 2, 6, 7, 8, 9})))
+    assert [slot.slot for slot in told(found)] == [6]
+    mine = [(4096, 7, 1, 1)] if workers else []
+    assert writing_in(found) == [(4096, 1, 2, 0), *mine, (4096, 8, 1, 0)], "what was left behind is free"
 
 
 def test_many_slots_being_written_go_in_several_chunks() -> None:

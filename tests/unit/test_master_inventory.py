@@ -18,7 +18,7 @@ from kvpool_proto.convert import spec_to_message
 from kvpool_proto.errors import BadRequest, StaleInventory
 from kvpool_proto.keys import chain_of
 from kvpool_proto.namespace import NamespaceSpec
-from unit.master_double import EPOCH, ScriptedCore, play, refused, serving, until
+from unit.master_double import EPOCH, ScriptedCore, play, refused, serving, until, untimed
 
 SPEC = NamespaceSpec(model="m", block_tokens=16, part_bytes=4096, dtype="float16")
 OPEN = pb.OpenNamespaceRequest(spec=spec_to_message(SPEC))
@@ -179,7 +179,7 @@ def test_a_question_stands_until_its_inventory_is_complete() -> None:
             for ended in (False, True):
                 stream = calls.nodes.Session()
                 await stream.write(pb.SessionUp(node_id="a", incarnation=1))
-                hellos.append(await stream.read())
+                hellos.append(untimed(await stream.read()))
                 if not ended:
                     await sent(calls, [chunk(end=pb.InventoryEnd())])
             asked = pb.SessionDown(epoch=EPOCH, report_inventory=NUMBER, ask_workers=[5, 6])

@@ -12,6 +12,7 @@ from kvpool_master.core.snapshot import (
     PoolCounters,
     SegmentSnapshot,
     Snapshot,
+    TenantSnapshot,
 )
 from kvpool_master.metrics import METRICS, Histogram, MasterCollector, RpcTimes, exposition, registry_of
 from kvpool_proto.namespace import NamespaceSpec
@@ -32,19 +33,34 @@ def full() -> Snapshot:
         stored_blocks=5,
         gone_blocks={GoneReason.EVICTED: 6},
     )
-    pool = PoolCounters(leases_granted=9, evict_blocked={"leased": 2}, recovered_blocks=21, inventories_failed=22)
+    pool = PoolCounters(
+        leases_granted=9,
+        evict_blocked={"leased": 2},
+        recovered_blocks=21,
+        inventories_failed=22,
+        nodes_reported=23,
+        moved_blocks=24,
+        replicated_blocks=25,
+        copies_failed=26,
+        spilled_blocks=27,
+    )
     pool.evicted(4, 4_000)
     pool.evicted(2, 90_000_000)
     segment = SegmentSnapshot(3, 1, 1 << 20, 4096, 100, 200, 50, 30, True, 16, 2)
     return picture(
         namespaces=(NamespaceSnapshot(SPEC.id, SPEC, 5, 20_480, 2, asked),),
-        nodes=(NodeSnapshot("a", 4, "up", "", 12, "waiting", (segment,)),),
+        nodes=(
+            NodeSnapshot("a", 4, "up", "", 12, "waiting", (segment,)),
+            *(NodeSnapshot(state, 4, state, "", 12, "none", ()) for state in ("ramp", "draining", "drained")),
+        ),
         leases=1,
         reservations=2,
         ring_blocks=3,
         directory_bytes=99,
         counters=pool,
         ready=False,
+        tenants=(TenantSnapshot("t", 28, 29, 30),),
+        copies_open=31,
     )
 
 
@@ -58,6 +74,8 @@ def scraped(snapshot: Snapshot, times: RpcTimes | None = None) -> bytes:
         state_writes=Histogram((1.0,)),
         bypass=lambda: 5,
         version="1.2",
+        capabilities=lambda: 33,
+        refused={"forbidden": 2},
     )
     return exposition(registry_of(collector))
 
@@ -86,7 +104,21 @@ def test_values_and_labels() -> None:
         ("kvpool_master_allocation_failures_total", (*where, "no_space")): 1,
         ("kvpool_master_gone_blocks_total", (*where, "evicted")): 6,
         ("kvpool_master_nodes", ("up",)): 1,
+        ("kvpool_master_nodes", ("ramp",)): 1,
+        ("kvpool_master_nodes", ("draining",)): 1,
+        ("kvpool_master_nodes", ("drained",)): 1,
         ("kvpool_master_nodes", ("suspect",)): 0,
+        ("kvpool_master_nodes_reported_total", ()): 23,
+        ("kvpool_master_moved_blocks_total", ()): 24,
+        ("kvpool_master_replicated_blocks_total", ()): 25,
+        ("kvpool_master_copies_failed_total", ()): 26,
+        ("kvpool_master_spilled_block_parts_total", ()): 27,
+        ("kvpool_master_tenant_bytes", ("t",)): 28,
+        ("kvpool_master_tenant_quota_bytes", ("t",)): 29,
+        ("kvpool_master_over_quota_total", ("t",)): 30,
+        ("kvpool_master_copies_live", ()): 31,
+        ("kvpool_master_capabilities_total", ()): 33,
+        ("kvpool_master_refused_total", ("forbidden",)): 2,
         ("kvpool_master_segment_bytes", ("a", "1")): 1 << 20,
         ("kvpool_master_segment_reserved_bytes", ("a", "1")): 50,
         ("kvpool_master_segment_deferred_bytes", ("a", "1")): 200,

@@ -16,7 +16,7 @@ from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.convert import spec_to_message
 from kvpool_proto.errors import StaleIncarnation, UnknownLease, UnknownNode
 from kvpool_proto.namespace import NamespaceSpec
-from unit.master_double import EPOCH, ScriptedCore, play, refused, serving, until
+from unit.master_double import EPOCH, ScriptedCore, play, refused, serving, until, untimed
 
 SPEC = NamespaceSpec(model="m", block_tokens=16, part_bytes=4096, dtype="float16")
 ID = b"i" * 16
@@ -56,14 +56,28 @@ def test_registration_and_what_a_session_reports() -> None:
                 retire_ms=60_000,
                 tombstones=[pb.Tombstone(namespace_id=ID, stamp=6)],
                 bypass=pb.Bypass(),
+                capability_key=calls.server.shell.grants.key,
+                master_ms=reply.master_ms,
+                former_key_ms=300_000,
             )
+            assert (len(reply.capability_key), reply.master_ms > 0) == (32, True)
             stream, hello = await opened(calls)
-            assert hello == pb.SessionDown(epoch=EPOCH)
+            assert untimed(hello) == pb.SessionDown(epoch=EPOCH)
             bound = pb.SlabBound(segment=8, slab=2, slot_bytes=4096, generation=1)
             bad = pb.BadBlock(namespace_id=ID, chain=CHAIN, stamp=5)
             # The answer to an order of a former epoch means nothing.
             cleared = [EPOCH << 32 | 4, (EPOCH - 1) << 32 | 5]
-            await stream.write(up(slabs_bound=[bound], workers_gone=[3], bad_blocks=[bad], cleared=cleared))
+            copied = [pb.SlotsCopied(order=number, blocks=2, why="peer\n") for number in cleared]
+            await stream.write(
+                up(
+                    slabs_bound=[bound],
+                    workers_gone=[3],
+                    bad_blocks=[bad],
+                    cleared=cleared,
+                    probed=9,
+                    copied=copied,
+                )
+            )
             await stream.done_writing()
             assert await stream.read() is grpc.aio.EOF
             await until(lambda: isinstance(core.commands[-1], m.SessionLost))
@@ -76,7 +90,9 @@ def test_registration_and_what_a_session_reports() -> None:
         m.Heartbeat("a", 1),
         m.WorkerGone("a", 3),
         m.BlockBad(ID, CHAIN, 5),
+        m.ProbeAnswered("a", 1, 9),
         m.SlotsCleared("a", 1, 4),
+        m.SlotsCopied("a", 1, 4, 2),
         m.SlabBound("a", 1, 8, 2, 4096),
         m.SessionLost("a", 1),
         m.RetireNode("a", 1),

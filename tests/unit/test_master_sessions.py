@@ -13,10 +13,14 @@ from kvpool_master.core.messages import (
     BindSlab,
     Bury,
     ClearSlots,
+    CopySlots,
+    ProbeAnswered,
+    ProbeNode,
     Remember,
     Retire,
     SlabBound,
     SlotsCleared,
+    SlotsCopied,
 )
 from kvpool_master.sessions import Sessions, SetBypass
 from kvpool_proto.errors import UnknownNode
@@ -29,6 +33,10 @@ def order(slab: int, slot_bytes: int = 4096) -> BindSlab:
 
 def clear(number: int, runs: int = 1, node: str = "a") -> ClearSlots:
     return ClearSlots(node, number, 1, 4096, tuple((at, 1, 9) for at in range(runs)))
+
+
+def copy(number: int, stamp: int = 0, parts: int = 1) -> CopySlots:
+    return CopySlots("a", number, b"n", 4096, (0, 2, 5, 0, 0, parts, parts, 3), 1, 0, stamp or number)
 
 
 def test_an_answer_to_an_older_order_does_not_answer_the_newer() -> None:
@@ -155,5 +163,68 @@ def test_who_waits_for_cleared_slots_hears_of_all_answers_or_who_did_not_answer(
         sessions.carry_out([clear(4), clear(5, node="b")])
         assert await sessions.settled([clear(4), clear(5, node="b")], 0) == {"a", "b"}
         assert await sessions.open("a", 1).next() == [clear(4)]
+
+    play(scene)
+
+
+def test_a_probe_stands_until_its_own_answer_and_only_the_newest() -> None:
+    async def scene() -> None:
+        sessions = Sessions()
+        sessions.registered("a", 1)
+        sessions.carry_out([ProbeNode("a", 3), ProbeNode("a", 4), ProbeNode("b", 5)])
+        sessions.probed(ProbeAnswered("a", 1, 3))
+        assert await sessions.open("a", 1).next() == [ProbeNode("a", 4)]
+        sessions.probed(ProbeAnswered("a", 1, 4))
+        assert await sessions.open("a", 1).next() == []
+
+    play(scene)
+
+
+def test_a_copy_is_told_on_each_session_until_it_is_answered_or_its_slots_are_to_be_cleared() -> None:
+    async def scene() -> None:
+        sessions = Sessions()
+        sessions.registered("a", 1)
+        session = sessions.open("a", 1)
+        sessions.carry_out([copy(1), copy(2), copy(3, stamp=9), copy(4)])
+        assert await session.next() == [copy(1), copy(2), copy(3, stamp=9), copy(4)]
+        sessions.copied(SlotsCopied("a", 1, 2, 1))
+        sessions.copied(SlotsCopied("a", 1, 7, 1))
+        # The core gave the third up: a node that is told of it again would write where others may.
+        sessions.carry_out([clear(5, runs=2)])
+        assert await sessions.open("a", 1).next() == [copy(1), copy(4), clear(5, runs=2)]
+        sessions.carry_out([clear(6, runs=2)])
+        sessions.copied(SlotsCopied("a", 1, 1, 2))
+        sessions.copied(SlotsCopied("a", 1, 4, 2))
+        assert await sessions.open("a", 1).next() == [clear(5, runs=2), clear(6, runs=2)]
+
+    play(scene)
+
+
+def test_a_copy_counts_a_row_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s, "ROWS_PER_MESSAGE", 4)
+
+    async def scene() -> None:
+        sessions = Sessions()
+        sessions.registered("a", 1)
+        sessions.carry_out([order(0), copy(1, parts=2), order(1)])
+        session = sessions.open("a", 1)
+        assert [await session.next() for _ in range(2)] == [[order(0), copy(1, parts=2)], [order(1)]]
+
+    play(scene)
+
+
+def test_a_node_that_is_heard_is_told_the_time_now_and_then() -> None:
+    async def scene() -> None:
+        sessions = Sessions()
+        sessions.registered("a", 1)
+        session = sessions.open("a", 1)
+        assert await session.next() == []
+        session.told_ms = 1_000
+        told = asyncio.create_task(session.next())
+        session.heard(1_000 + s.TIME_TOLD_MS - 1)
+        await asyncio.sleep(0)
+        assert not told.done()
+        session.heard(1_000 + s.TIME_TOLD_MS)
+        assert await told == []
 
     play(scene)

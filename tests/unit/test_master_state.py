@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -65,9 +67,44 @@ def test_what_is_remembered_is_there_in_the_next_life(tmp_path: Path) -> None:
         state.remember((Remember(tombstone=(SPEC.id, (1 << 64) - 1)), Remember(namespace=OTHER)))
         state.remember((Remember(tombstone=(SPEC.id, 1 << 63)), Remember(tombstone=(OTHER.id, 3))))
         state.remember((Remember(node="a"), Remember(node="c"), Remember(node_gone="b"), Remember(node="c")))
+        state.remember((Remember(draining=("a", True)), Remember(draining=("gone", True)), Remember(quota=("t", 5))))
+        state.remember((Remember(node_gone="gone"), Remember(draining=("c", True)), Remember(quota=("u", 1 << 61))))
+        state.remember((Remember(draining=("c", False)), Remember(quota=("t", 6)), Remember(draining=("a", True))))
+        state.remember((Remember(quota=("v", 7)), Remember(quota=("v", 0))))
         state.set_bypass(5)
     tombstones = ((SPEC.id, (1 << 64) - 1), (OTHER.id, 3))
-    assert begun(tmp_path) == Start(EPOCH + 1, Memory((SPEC, OTHER), tombstones, ("a", "c"), LONGEST_MS), 5)
+    quotas = (("t", 6), ("u", 1 << 61))
+    memory = Memory((SPEC, OTHER), tombstones, ("a", "c"), LONGEST_MS, ("a", "gone"), quotas)
+    assert begun(tmp_path) == Start(EPOCH + 1, memory, 5)
+
+
+SCHEMA_1 = f"""
+CREATE TABLE master (one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, grace_ms INTEGER NOT NULL,
+    bypass INTEGER NOT NULL);
+CREATE TABLE namespaces (id BLOB PRIMARY KEY, spec TEXT NOT NULL);
+CREATE TABLE tombstones (namespace BLOB PRIMARY KEY, stamp BLOB NOT NULL);
+CREATE TABLE nodes (name TEXT PRIMARY KEY);
+PRAGMA application_id = {0x6B76706D};
+PRAGMA user_version = 1;
+INSERT INTO master VALUES (1, {EPOCH}, 77, 3);
+INSERT INTO nodes VALUES ('a');
+"""
+"""A file as it was made before nodes drained and tenants had quotas."""
+
+
+def test_a_file_of_the_former_schema_is_brought_to_ours_once(tmp_path: Path) -> None:
+    spec = asdict(SPEC)
+    del spec["replicas"]
+    with sqlite3.connect(tmp_path / FILE) as db:
+        db.executescript(SCHEMA_1)
+        db.execute("INSERT INTO namespaces VALUES (?, ?)", (SPEC.id, json.dumps(spec)))
+        db.execute("INSERT INTO tombstones VALUES (?, ?)", (SPEC.id, (9).to_bytes(8, "big")))
+    db.close()
+    memory = Memory((SPEC,), ((SPEC.id, 9),), ("a",), 77)
+    with opened(tmp_path) as state:
+        assert state.begin(WALL_S, SETTINGS) == Start(EPOCH + 1, memory, 3)
+        state.remember((Remember(draining=("a", True)), Remember(quota=("t", 5))))
+    assert begun(tmp_path).memory == replace(memory, grace_ms=LONGEST_MS, draining=("a",), quotas=(("t", 5),))
 
 
 def test_a_node_that_comes_again_is_not_written_again_unless_it_was_gone(tmp_path: Path) -> None:

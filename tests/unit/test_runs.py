@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool_client.headers import SLOT_HEADER, checks_at, slot_checks
-from kvpool_client.runs import Run, count, cut, extents_of, head, places_of, runs_of
+from kvpool_client.runs import Run, count, cut, extents_of, head, mapped, places_of, rows_of
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import ProtocolError
 from kvpool_proto.geometry import slots_per_slab
@@ -23,7 +23,7 @@ def test_runs_are_checked_against_the_question(segment_world: World) -> None:
 
     def runs(**columns: list[int]) -> list[Run]:
         extents = extents_of(pb.Extents(**whole, **columns))
-        return runs_of(extents, 0, segments, slot_bytes=4096, first_block=2, blocks=8)
+        return mapped(rows_of(extents, 0, first_block=2, blocks=8), segments, 4096)
 
     assert [run[:2] for run in runs(offset=[6, 2], blocks=[4, 4], **one)] == [(0, 4), (4, 4)]
     assert runs(offset=[2, 6], blocks=[4, 4], part_from=[1, 1], part_to=[2, 2]) == []

@@ -13,6 +13,7 @@ from kvpool_client import Contiguous, KVPool, Namespace
 from kvpool_master.core import messages as m
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.errors import LimitReached
+from kvpool_proto.security import PLAINTEXT
 from unit.sdk_double import NODE, PoolDouble
 from unit.sdk_world import Hooked, chain_of, data_of, empty, spec_of
 
@@ -143,7 +144,7 @@ def test_bytes_that_change_while_they_are_loaded(pool_double: PoolDouble) -> Non
 
 def test_nobody_is_there(tmp_path: Path) -> None:
     """No Master, no node client: nothing raises, and after the first call nothing waits."""
-    with KVPool.connect("127.0.0.1:1", str(tmp_path / "none.sock"), timeout_ms=300) as pool:
+    with KVPool.connect("127.0.0.1:1", str(tmp_path / "none.sock"), timeout_ms=300, security=PLAINTEXT) as pool:
         space = pool.namespace(spec_of())
         began_s = time.perf_counter()
         for _ in range(100):

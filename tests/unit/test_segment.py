@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool_client import pages
-from kvpool_client.headers import SUPERBLOCK_COPIES, WRITING
+from kvpool_client.headers import PEER_WRITER, SUPERBLOCK_COPIES, WRITING
 from kvpool_client.owned_segment import OwnedSegment, SegmentPlan
 from kvpool_client.segment import AttachedSegment
 from kvpool_client.start_error import StartError
@@ -233,8 +233,10 @@ def test_only_headers_that_show_the_stamp_are_cleared(owned: OwnedSegment) -> No
     for slot, stamp in ((0, 5), (1, 6), (2, 5), (last, 5), (PER_SLAB, 5), (PER_SLAB + 1, 5)):
         write_block(owned, slot, b"x", stamp=stamp)
     write_block(owned, 3, b"x", stamp=5, state=WRITING)
-    assert owned.clear_slots(SLOT, [(0, 4, 5), (last, 2, 5), (2 * PER_SLAB, PER_SLAB, 5)]) == 4
-    assert stamps(owned, 0) == [0, 6, 0, 5, *[0] * (PER_SLAB - 4)]
+    for slot, stamp in ((4, 5), (6, 7)):
+        write_block(owned, slot, b"x", stamp=stamp, state=WRITING, worker_id=PEER_WRITER)
+    assert owned.clear_slots(SLOT, [(0, 7, 5), (last, 2, 5), (2 * PER_SLAB, PER_SLAB, 5)]) == 5
+    assert stamps(owned, 0) == [0, 6, 0, 5, 0, 0, 7, *[0] * (PER_SLAB - 7)], "what a worker writes is left alone"
     assert stamps(owned, 1) == [0, 5, *[0] * (PER_SLAB - 2)]
     assert not owned.table(0)[0].tobytes().strip(b"\0")
     assert owned.clear_slots(SLOT, [(0, 4, 5)]) == 0

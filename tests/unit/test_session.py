@@ -15,6 +15,8 @@ from kvpool_client.session_messages import (
     Clearing,
     ClearSlots,
     CloseSession,
+    Copy,
+    CopySlots,
     Due,
     Event,
     Failed,
@@ -23,6 +25,7 @@ from kvpool_client.session_messages import (
     HeartbeatOk,
     InventoryDone,
     InventoryFailed,
+    LearnKey,
     Left,
     ObeyEpoch,
     OpenSession,
@@ -35,6 +38,7 @@ from kvpool_client.session_messages import (
     Retire,
     SetBypass,
     Stop,
+    TellTime,
 )
 
 SILENCE_MS = 5_000
@@ -42,6 +46,13 @@ TAKEN_IN = Registered(epoch=10, handles=(3, 4), silence_ms=SILENCE_MS)
 ORDERS = (Order(3, 0, 4096),)
 CLEARINGS = (Clearing(7, 3, 4096, ((0, 2, 99),)),)
 DEAD = ((b"n" * 16, 55),)
+COPIES = (
+    Copy(
+        number=8, epoch=10, namespace=b"n" * 16, part_bytes=4096, parts=range(2), blocks=3, source=("n2", "b:1"),
+        from_segment=9, from_slot=0, from_stride=2, from_stamp=5, macs=(b"m" * 16,) * 2, valid_until_ms=9,
+        segment=3, slot=0, stamp=6,
+    ),
+)  # fmt: skip
 
 
 def session(epoch: int = 0) -> Session:
@@ -73,16 +84,37 @@ def test_what_is_dead_and_the_switch_come_before_workers_do() -> None:
 def test_orders_are_carried_out_what_is_dead_first_and_the_inventory_last() -> None:
     assert serving().apply(Heard(10, ORDERS), 1) == (Bind(ORDERS),)
     everything = Heard(
-        10, ORDERS, inventory=3, ask_workers=(8, 9), clearings=CLEARINGS, tombstones=DEAD, bypass=0
+        10, ORDERS, inventory=3, ask_workers=(8, 9), clearings=CLEARINGS, tombstones=DEAD, bypass=0, copies=COPIES,
+        master_ms=77,
     )  # fmt: skip
     assert serving().apply(everything, 1) == (
+        TellTime(10, 77),
         Bury(DEAD),
         SetBypass(0),
         ClearSlots(CLEARINGS),
         Bind(ORDERS),
+        CopySlots(COPIES),
         AnswerWorkers((8, 9)),
         ReportInventory(3),
     )
+
+
+def test_the_key_is_known_before_the_handles_and_never_shown() -> None:
+    machine = session()
+    machine.apply(Due(), 0)
+    taken_in = Registered(10, (3, 4), SILENCE_MS, key=b"secret" * 5 + b"!!", master_ms=70, former_key_ms=9)
+    assert machine.apply(taken_in, 5) == (
+        ObeyEpoch(10),
+        SetBypass(0),
+        LearnKey(10, taken_in.key, 70, 9),
+        Announce((3, 4)),
+        OpenSession(),
+    )
+    machine.handles = ()
+    with pytest.raises(AssertionError) as shown:
+        machine.check()
+    assert "Registered" in str(shown.value)
+    assert "secret" not in f"{shown.value} {LearnKey(10, taken_in.key, 70, 9)}"
 
 
 def test_a_connection_that_breaks_changes_nothing() -> None:
@@ -171,13 +203,14 @@ def test_a_higher_epoch_on_the_session_is_obeyed_but_its_orders_wait_for_a_regis
 def test_a_lower_epoch_is_not_obeyed() -> None:
     machine = serving()
     former = Heard(
-        9, ORDERS, retired=True, inventory=4, ask_workers=(1,), clearings=CLEARINGS, tombstones=DEAD, bypass=7
+        9, ORDERS, retired=True, inventory=4, ask_workers=(1,), clearings=CLEARINGS, tombstones=DEAD, bypass=7,
+        copies=COPIES, master_ms=77,
     )  # fmt: skip
     assert machine.apply(former, 1) == ()
     assert machine.state is State.SERVING
     machine.apply(Failed("broken", 0.0), 0)
     machine.apply(Due(), 100)
-    assert machine.apply(Registered(9, (3, 4), SILENCE_MS, DEAD, 7), 100) == ()
+    assert machine.apply(Registered(9, (3, 4), SILENCE_MS, DEAD, 7, b"k" * 32, 77), 100) == ()
     assert (machine.state, machine.epoch) == (State.JOINING, 10)
     assert machine.wake_ms() is not None
 
@@ -262,7 +295,7 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
     epoch = 0
     registering = reporting = False
     for now_ms in range(80):
-        heard = Heard(dice.randint(1, 3), ORDERS, dice.random() < 0.2, dice.randint(0, 3), bypass=1)
+        heard = Heard(dice.randint(1, 3), ORDERS, dice.random() < 0.2, dice.randint(0, 3), bypass=1, copies=COPIES)
         event = dice.choice(
             [
                 Due(),
@@ -284,7 +317,7 @@ def test_any_order_of_events_keeps_the_rules(seed: int) -> None:
         assert (machine.epoch > epoch) == (ObeyEpoch(machine.epoch) in instructions)
         epoch = machine.epoch
         kinds = [type(instruction) for instruction in instructions]
-        if Bind in kinds or ReportInventory in kinds:
+        if {Bind, CopySlots, ReportInventory} & {*kinds}:
             assert isinstance(event, Heard)
             assert event.epoch == epoch
             assert before is machine.state is State.SERVING

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from kvpool_client.devices.base import Contiguous, Rows
 from kvpool_client.headers import COMMITTED, WRITING, checks_at
-from kvpool_client.runs import Run, extents_of, places_of, runs_of
-from kvpool_client.transfer import LocalEngine, PartCopy, Term, Verify
+from kvpool_client.runs import Run, extents_of, mapped, places_of, rows_of
+from kvpool_client.transfer import Copied, LocalEngine, PartCopy, Term, Verify
+from kvpool_client.transfer_engine import Written
 from kvpool_proto import pool_pb2 as pb
 from kvpool_proto.namespace import NamespaceSpec
 from unit.transfer_world import (
@@ -123,9 +124,8 @@ def test_round_trip(
     def copies(layouts: list[Any], writable: bool) -> list[PartCopy]:
         found: list[PartCopy] = []
         for part, layout in enumerate(layouts):
-            runs = runs_of(
-                extents, part, {HANDLE: segment_world.worker}, slot_bytes=spec.slot_bytes, first_block=0, blocks=blocks
-            )
+            rows = rows_of(extents, part, first_block=0, blocks=blocks)
+            runs = mapped(rows, {HANDLE: segment_world.worker}, spec.slot_bytes)
             found.append(part_copy(spec, chain, runs, DEVICE.bind(layout, part_bytes, writable=writable), part))
         return found
 
@@ -135,7 +135,7 @@ def test_round_trip(
     targets = [layout_for(drawn, np.zeros_like(data[part]), paged) for part in range(parts)]
     copied = engine.read(copies(targets, True), segment_world.term())
     engine.close()
-    assert (copied.blocks, copied.reason, copied.bad) == (blocks, "", None)
+    assert copied == [Copied(blocks)] * parts
     for part in range(parts):
         assert (data_of(targets[part]) == data[part]).all()
 
@@ -152,10 +152,49 @@ def test_the_shortest_part_counts(segment_world: World) -> None:
     written(engine, segment_world, copies)
     runs[1].slots(4096)[7, 0] ^= 1
     runs[2].slots(4096)[8, 0] ^= 1
-    copied = engine.read(copies, segment_world.term())
-    assert (copied.blocks, copied.reason) == (7, "verify_failed")
-    assert copied.bad is not None
-    assert copied.bad.slot == 7 * 3 + 1
+    first, second, third = engine.read(copies, segment_world.term())
+    assert (second.blocks, second.reason) == (7, "verify_failed")
+    assert second.bad is not None
+    assert second.bad.slot == 7 * 3 + 1
+    assert (first, third) == (Copied(8), Copied(7))  # the third's bad block is not wanted any more
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    draw=st.data(),
+    held=st.lists(st.sets(st.integers(0, 29), min_size=1), min_size=1, max_size=3),
+    piece_blocks=st.integers(1, 9),
+)
+def test_copies_of_some_blocks_each(segment_world: World, draw: Any, held: list[set[int]], piece_blocks: int) -> None:
+    """The rest lies elsewhere: gaps between the runs, and other blocks in each part. One bad block ends all."""
+    spec = spec_of(4096, parts=len(held))
+    segment_world.bind(spec.slot_bytes)
+    chain = chain_of(spec, 30)
+    data = np.random.default_rng(5).integers(0, 256, (len(held), 30, 4096), dtype=np.uint8)
+    engine = LocalEngine(DEVICE, piece_bytes=piece_blocks * len(held) * 4096)
+    runs = [
+        [Run(block, 1, segment_world.worker, 31 * part + block, 1, next(STAMPS)) for block in sorted(some)]
+        for part, some in enumerate(held)
+    ]
+
+    def copies(arrays: Any, writable: bool) -> list[PartCopy]:
+        bound = [DEVICE.bind(Contiguous(array), 4096, writable=writable) for array in arrays]
+        return [part_copy(spec, chain, some, bound[part], part) for part, some in enumerate(runs)]
+
+    assert written(engine, segment_world, copies(data, False)) == [len(some) for some in held]
+    assert engine.read(copies(np.zeros_like(data), True), segment_world.term()) == [Copied(len(some)) for some in held]
+
+    part = draw.draw(st.integers(0, len(held) - 1))
+    bad = draw.draw(st.sampled_from(runs[part]))
+    bad.slots(4096)[0, 9] ^= 1
+    target = np.zeros_like(data)
+    found = engine.read(copies(target, True), segment_world.term())
+    assert (found[part].reason, found[part].bad) == ("verify_failed", bad)
+    for one, some, got, want in zip(found, held, target, data, strict=True):
+        assert one.blocks >= len([block for block in some if block < bad.first])
+        there = sorted(some)[: one.blocks]
+        assert (got[there] == want[there]).all()
+        assert not got[[block for block in some if block // piece_blocks > bad.first // piece_blocks]].any()
 
 
 # -- the order of a write, and its end -----------------------------------------------------------------
@@ -196,10 +235,9 @@ def test_a_slot_that_is_spoiled_during_a_write_is_a_miss(stored_run: Stored) -> 
 def test_a_newer_epoch_stops_a_write_before_its_next_piece(stored_run: Stored) -> None:
     run = run_at(stored_run.world, BLOCKS, slot=3)
     spy = Spy(stored_run.data, lambda: stored_run.world.owner.identify(incarnation=1, epoch=EPOCH + 1))
-    done, reason = stored_run.engine.write(
-        [part_copy(SPEC, stored_run.chain, [run], spy)], stored_run.world.term(), lambda _: ""
-    )
-    assert (done, reason, spy.calls) == ([4], "stale_epoch", [0])
+    copy = part_copy(SPEC, stored_run.chain, [run], spy)
+    done = stored_run.engine.write([copy], stored_run.world.term(), lambda _: "")
+    assert (done, spy.calls) == (Written([4], "stale_epoch"), [0])
     assert (run.headers(SPEC.slot_bytes)["stamp"][4:] != run.stamp).all()
 
 
@@ -214,7 +252,7 @@ def test_a_newer_epoch_between_marks_and_payload_stops_a_write_with_its_marks(st
 
     stored_run.engine._barrier = order  # type: ignore[assignment]
     copy = part_copy(SPEC, stored_run.chain, [run], spy, worker_id=WRITER)
-    assert stored_run.engine.write([copy], stored_run.world.term(), lambda _: "") == ([0], "stale_epoch")
+    assert stored_run.engine.write([copy], stored_run.world.term(), lambda _: "") == Written([0], "stale_epoch")
     headers = run.headers(SPEC.slot_bytes)
     assert (headers["state"][:4].tolist(), spy.calls) == ([WRITING] * 4, [])
     assert (headers["stamp"][:4] == run.stamp).all()
@@ -229,7 +267,7 @@ def test_what_this_process_heard_of_stops_a_write_too(stored_run: Stored) -> Non
     spy = Spy(stored_run.data, lambda: ruling.append(EPOCH + 1))
     term = Term(stored_run.world.clock, 2_000, "time_over", EPOCH, lambda: ruling[-1])
     copy = part_copy(SPEC, stored_run.chain, [run_at(stored_run.world, BLOCKS, slot=3)], spy)
-    assert stored_run.engine.write([copy], term, lambda _: "") == ([4], "stale_epoch")
+    assert stored_run.engine.write([copy], term, lambda _: "") == Written([4], "stale_epoch")
 
 
 def test_a_piece_that_was_begun_in_time_leaves_no_marks(stored_run: Stored) -> None:
@@ -242,7 +280,7 @@ def test_a_piece_that_was_begun_in_time_leaves_no_marks(stored_run: Stored) -> N
 
     stored_run.engine._barrier = late  # type: ignore[assignment]
     copy = part_copy(SPEC, stored_run.chain, [run], spy)
-    assert stored_run.engine.write([copy], stored_run.world.term(), lambda _: "") == ([4], "time_over")
+    assert stored_run.engine.write([copy], stored_run.world.term(), lambda _: "") == Written([4], "time_over")
     assert (run.headers(SPEC.slot_bytes)["state"] == COMMITTED).all()
 
 
@@ -270,7 +308,7 @@ def test_a_deadline_stops_copies_before_their_next_piece(stored_run: Stored) -> 
     stored_run.world.now_ms = 1_000
     spy = Spy(stored_run.data, late)
     copy = part_copy(SPEC, stored_run.chain, [run_at(stored_run.world, BLOCKS, slot=3)], spy)
-    assert stored_run.engine.write([copy], stored_run.world.term(), lambda _: "") == ([4], "time_over")
+    assert stored_run.engine.write([copy], stored_run.world.term(), lambda _: "") == Written([4], "time_over")
     assert stored_run.read()[0].blocks == 0  # too late for anything
 
 
@@ -284,5 +322,5 @@ def test_progress_can_stop_a_write(stored_run: Stored, monkeypatch: pytest.Monke
 
     spy = Spy(stored_run.data, lambda: None)
     copy = part_copy(SPEC, stored_run.chain, [run_at(stored_run.world, BLOCKS, slot=3)], spy)
-    assert stored_run.engine.write([copy], stored_run.world.term(), progress) == ([8], "enough")
+    assert stored_run.engine.write([copy], stored_run.world.term(), progress) == Written([8], "enough")
     assert told == [[4], [8]]

@@ -69,9 +69,9 @@ def part_copy(
 
 
 def written(engine: LocalEngine, world: World, copies: Sequence[PartCopy]) -> list[int]:
-    done, reason = engine.write(copies, world.term(), lambda _: "")
-    assert reason == ""
-    return done
+    done = engine.write(copies, world.term(), lambda _: "")
+    assert (done.reason, done.confirmed) == ("", True)
+    return done.blocks
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Stored:
         buffer = changes.get("buffer") or DEVICE.bind(Contiguous(target), SPEC.part_bytes, writable=True)
         spec, part = changes.get("spec", SPEC), changes.get("part", 0)
         copy = part_copy(spec, changes.get("chain", self.chain), [self.run], buffer, part)
-        return self.engine.read([copy], self.world.term()), target
+        return self.engine.read([copy], self.world.term())[0], target
 
     @property
     def headers(self) -> Any:

@@ -61,6 +61,14 @@ class Buffer(Protocol):
         """These blocks themselves, uint8 (blocks, part_bytes), where they lie so in host memory; else None."""
         ...
 
+    def pieces(self, first: int, blocks: int) -> list[memoryview] | None:
+        """The bytes of these blocks where they lie, in the order of their slots, for system calls to move.
+
+        A piece holds whole blocks, or whole pieces make up a block. None: they are not in host memory, or in pieces so
+        short that gather and scatter are faster.
+        """
+        ...
+
 
 class Device(Protocol):
     """One kind of memory, and the order of its copies against the engine's work."""

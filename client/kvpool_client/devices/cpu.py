@@ -37,6 +37,8 @@ ELEMENT_BYTES_MIN: Final = 64
 ELEMENT_BYTES_SHORT: Final = 256
 ELEMENT_BYTES_LONG: Final = (4096, 16384)
 """Least and most of a long element."""
+PIECE_BYTES_MIN: Final = 8 << 10
+"""Rows that are shorter are gathered and scattered around a system call, not listed for it."""
 
 I64 = npt.NDArray[np.int64]
 
@@ -154,6 +156,26 @@ class _Whole:
         """See base.Buffer."""
         return self._view[first : first + blocks]
 
+    def pieces(self, first: int, blocks: int) -> list[memoryview] | None:
+        """See base.Buffer."""
+        rows = self._view[first : first + blocks]
+        return [rows.reshape(-1).data] if rows.flags.c_contiguous else [row.data for row in rows]
+
+
+class _Listed:
+    """The rows of several tensors, one by one."""
+
+    def __init__(self, views: Sequence[Bytes], ids: I64) -> None:
+        self._views = views
+        self._ids = ids
+        self._short = min(view.shape[1] for view in views) < PIECE_BYTES_MIN
+
+    def pieces(self, first: int, blocks: int) -> list[memoryview] | None:
+        """See base.Buffer."""
+        if self._short:
+            return None
+        return [view[row].data for row in self._ids[first : first + blocks].tolist() for view in self._views]
+
 
 class _Layers:
     """Rows of any alignment, a step per layer."""
@@ -163,6 +185,7 @@ class _Layers:
         self._ids = ids
         self._ends = np.cumsum([view.shape[1] for view in views]).tolist()
         self.blocks = len(ids)
+        self.pieces = _Listed(views, ids).pieces
 
     def gather(self, first: int, slots: Bytes) -> None:
         """See base.Buffer."""
@@ -207,6 +230,7 @@ class _Grid:
         self._steps: I64 = steps[:1] if (steps == steps[0]).all() else steps
         self._ids = ids[:, None]
         self.blocks = len(ids)
+        self.pieces = _Listed(views, ids).pieces
 
     def _elements_of(self, first: int, blocks: int) -> I64:
         index = self._ids[first : first + blocks] * self._steps

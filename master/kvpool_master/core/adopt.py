@@ -2,8 +2,8 @@
 
 Rules
   - A strand is planned like a put. What is new is attached where its parent is, or as an orphan; missing parts of known
-    blocks are filled in, also where somebody is writing them anew; parts that are there already are surplus: their
-    slots are free.
+    blocks are filled in, also where somebody is writing them anew; parts that are there already are surplus: replicas
+    where the namespace wants more on other nodes, else their slots are free.
   - Behind a conflict (a key seen after two different parents) all is surplus.
   - What lies on a retired node counts as lost at once, so that a copy that came back takes its place.
   - Ages: a stamp tells in which epoch a block was written, and in which order; so they are old, and in order.
@@ -111,13 +111,24 @@ class Adopter:
                 taken += region.blocks
                 after = (span, region.blocks)
             else:
-                self._space.give(ex.records(here), tree.slot_bytes)
+                self._surplus(span, region.start, here)
                 after = (span, region.start + region.blocks)
         self._space.give(ex.records(packed), tree.slot_bytes)
         for span in changed:
             if span.parent is not None and not span.writers:
                 self._forest.changed(span)
         return taken
+
+    def _surplus(self, span: Span, start: int, packed: bytes) -> None:
+        """Copies of complete blocks, from the span's `start` on: replicas if they are wanted, else free slots."""
+        tree = span.tree
+        rows = [*ex.records(ex.shift(packed, start))]
+        held = {row[2] for row in ex.records(span.extents)} | self._forest.replicas.handles(span, 0, span.blocks)
+        nodes = {self._space.segments[handle].node for handle in held}
+        if rows and len(nodes) < tree.replicas and self._space.segments[rows[0][2]].node not in nodes:
+            self._forest.replicas.add(span, rows)
+        else:
+            self._space.give(rows, tree.slot_bytes)
 
     def _fill(self, span: Span, packed: bytes, mask: int, wanted: int) -> None:
         """Parts of `wanted` are complete now; `packed` has those of `mask`, and what is not wanted of it is free."""

@@ -1,6 +1,7 @@
-"""Blocks that went for good: their slot headers must go, too, and before their slots come back.
+"""Slots that are free when their node has cleared their headers: of blocks that went for good, and of remote writers.
 
 Rules
+  - Slots that may still be written through their node's data port: the node ends that first.
   - Readers first: an order is given when the leases alive at the time have ended, so that no leased read is spoilt.
   - An order names slots of one segment and the stamps that their headers show. It stands until the node has answered
     it, or until the segment is gone; a node that is away gets it when it is back. With the answer the slots are free.
@@ -33,6 +34,11 @@ class Clearing:
 
     def clear(self, rows: Iterable[ex.Record], slot_bytes: int) -> list[Effect]:
         """Have the headers of `rows`, which no span holds any more, cleared; returns what may be ordered now."""
+        self.later(rows, slot_bytes)
+        return self.due()
+
+    def later(self, rows: Iterable[ex.Record], slot_bytes: int) -> None:
+        """The same; it is ordered with the next Tick."""
         by_segment: dict[int, list[ex.Record]] = {}
         for row in rows:
             by_segment.setdefault(row[2], []).append(row)
@@ -48,7 +54,6 @@ class Clearing:
             self._rows[order.order] = held
             self._space.charge(held, slot_bytes, "deferred_bytes", 1)
             self._waiting.append((self._leases.newest_number, order))
-        return self.due()
 
     def bury(self, namespace: bytes, stamp: int) -> list[Effect]:
         """Have all headers of a namespace up to a stamp cleared; returns what may be ordered now."""

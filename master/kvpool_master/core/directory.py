@@ -111,6 +111,8 @@ class Region:
     """First block within the span."""
     joins: bool = False
     """The span is an orphan that the block before, or the root, turns out to lead to."""
+    share: int = 0
+    """Who is to write it, where that is divided."""
 
 
 @dataclass(slots=True)

@@ -57,6 +57,32 @@ class ClearSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeNode:
+    """Ask the node on its session whether it is there; it answers ProbeAnswered at once."""
+
+    node: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopySlots:
+    """Tell the node to copy a run of blocks from a peer into slots of its own; it answers SlotsCopied.
+
+    source: a record of extents.py with offset 0: where the blocks, all parts of the record, lie. Block b of part p
+    goes into slot to_slot + b * (part_to - part_from) + (p - part_from) of to_segment, under `stamp`.
+    """
+
+    node: str
+    order: int
+    namespace: bytes
+    part_bytes: int
+    source: tuple[int, int, int, int, int, int, int, int]
+    to_segment: int
+    to_slot: int
+    stamp: int
+
+
+@dataclass(frozen=True, slots=True)
 class Bury:
     """Tell every node to make slots FREE whose headers show a stamp of the namespace up to this one."""
 
@@ -69,13 +95,15 @@ class Remember:
     """Write to durable memory before the command that this is an effect of is answered (see memory.py).
 
     One field is set: a namespace that was opened, a purge tombstone (namespace, newest dead stamp), the name of a
-    node that joined, or of one that was given up.
+    node that joined, or of one that was given up, (node, whether it drains), (tenant, quota bytes or 0).
     """
 
     namespace: NamespaceSpec | None = None
     tombstone: tuple[bytes, int] | None = None
     node: str = ""
     node_gone: str = ""
+    draining: tuple[str, bool] | None = None
+    quota: tuple[str, int] | None = None
 
 
-Effect = BindSlab | Retire | AskInventory | AskWorkers | ClearSlots | Bury | Remember
+Effect = BindSlab | Retire | AskInventory | AskWorkers | ClearSlots | CopySlots | ProbeNode | Bury | Remember

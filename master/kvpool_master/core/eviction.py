@@ -3,14 +3,16 @@
 Rules
   - Leaf first: a block goes only when no cached block follows it, tail before head, never one that a lease holds or
     that an open reservation leans on. Blocks asked for longest ago go first (LRU over leaves).
-  - Leaves wait in one lazy heap per segment and slot size. A span is queued when it becomes a leaf; an entry whose
-    span is none any more is dropped when met, one whose span was asked for since is queued again at its new age.
+  - Leaves wait in one lazy heap per segment and slot size, and in one of their tenant where that has a quota. A span is
+    queued when it becomes a leaf; an entry whose span is none any more is dropped when met, one whose span was asked
+    for since is queued again at its new age.
   - The leaves of a pass that are held by leases are handed back after it.
   - Within a leaf, the blocks of its last step go, or as many of them as are needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
 from kvpool_master.core import extents as ex
@@ -28,6 +30,8 @@ def queue_leaf(space: Space, span: Span) -> None:
     if span.queued:
         return
     span.queued = True
+    if span.tree.quota is not None:
+        span.tree.quota.fill((span,))
     for handle in ex.segments(span.extents):
         segment = space.segments.get(handle)
         if segment is not None:
@@ -47,14 +51,34 @@ def sweep(heap: list[Leaf]) -> None:
     heapify(heap)
 
 
+class Quota:
+    """What a tenant may hold, and a lazy heap of all its leaves."""
+
+    __slots__ = ("_leaves_max", "leaves", "limit_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.leaves: list[Leaf] = []
+        self._leaves_max = LIST_SLACK
+
+    def fill(self, spans: Iterable[Span]) -> None:
+        """Note spans that are queued as leaves. One is here while it is queued, leaf or not."""
+        for span in spans:
+            heappush(self.leaves, (span.age, span))
+        if len(self.leaves) > self._leaves_max:
+            self.leaves = list({entry[1]: entry for entry in self.leaves if entry[1].queued}.values())
+            heapify(self.leaves)
+            self._leaves_max = LIST_GROWTH * len(self.leaves) + LIST_SLACK
+
+
 class Pass:
-    """One pass over the leaves of a segment of one slot size, oldest first."""
+    """One pass over the leaves of a segment of one slot size, or of a tenant, oldest first."""
 
     __slots__ = ("_heap", "_held", "_here", "blocked")
 
-    def __init__(self, segment: Segment, slot_bytes: int) -> None:
-        self._here = {segment.handle}
-        self._heap = segment.leaves.setdefault(slot_bytes, [])
+    def __init__(self, heap: list[Leaf], segment: Segment | None = None) -> None:
+        self._here = {segment.handle} if segment is not None else None
+        self._heap = heap
         self._held: list[Leaf] = []
         self.blocked = ""
         """What kept the pass from finding a leaf: leased or no_leaf."""
@@ -67,7 +91,7 @@ class Pass:
             age, span = entry
             if not is_leaf(span):
                 span.queued = False
-            elif not ex.touches(span.extents, self._here):
+            elif self._here is not None and not ex.touches(span.extents, self._here):
                 continue  # what it had here was cut off; the heaps of its other segments hold it
             elif age != span.age:
                 heappush(heap, (span.age, span))

@@ -1,8 +1,8 @@
 """Eviction carried out: when, in which segment, of which slot size. Who goes first is eviction.py's word.
 
 Rules
-  - Ahead of need, in bounded steps, from the high watermark down to the low one; inline for a reservation that finds no
-    slot. Whole leaf spans, or the last step of one.
+  - Ahead of need, in bounded steps, from the high watermark down to the low one, unless another node has room for what
+    comes; inline for a reservation that finds no slot. Replicas first, then whole leaf spans, or the last step of one.
   - A pass that frees less than was wanted says what held it up.
   - A slot size that wants a slab gets one from a size whose blocks have been idle more than twice as long.
 """
@@ -28,7 +28,9 @@ class Evictor:
     def evict(self, segment: Segment, slot_bytes: int, free_slots: int, spans_max: int) -> None:
         """Evict leaves of one slot size, oldest first, until that many slots are free in the segment."""
         runs = segment.allocator.runs_of(slot_bytes)
-        leaves = Pass(segment, slot_bytes)
+        if self._forest.replicas and runs.free < free_slots:
+            free_slots -= self._forest.replicas.evict(segment, slot_bytes, free_slots - runs.free, spans_max)
+        leaves = Pass(segment.leaves.setdefault(slot_bytes, []), segment)
         self._counters.evict_passes += 1
         for _ in range(spans_max):
             if runs.free >= free_slots:
@@ -78,6 +80,8 @@ class Evictor:
         runs = segment.allocator.runs_of(rival)
         if not runs.slabs:
             return
+        if self._forest.replicas:
+            self._forest.replicas.evict(segment, rival, runs.per_slab, self._settings.evict_step_spans_max)
         slab = min(sorted(runs.slabs), key=lambda number: len(segment.slab_spans.get(number, ())))
         for span in segment.slab_spans.get(slab, [])[: self._settings.evict_step_spans_max]:
             if segment.holds(span, slab):

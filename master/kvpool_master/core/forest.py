@@ -6,6 +6,7 @@ Rules
   - A hole stays while anything hangs below it or a lease ends in it; else it goes, and its parent is looked at.
   - Blocks that lack a part and have no writer are hidden after a grace.
   - A namespace that was purged and a node that was retired are taken apart in slices.
+  - What is lost with a node, or since its bytes are bad, is lost only where no replica takes its place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvpool_master.core import extents as ex
 from kvpool_master.core.eviction import queue_leaf
 from kvpool_master.core.leases import LeaseTable
 from kvpool_master.core.messages import GoneReason
+from kvpool_master.core.replicas import Replicas
 from kvpool_master.core.ring import Ring
 from kvpool_master.core.segments import Segment, Space
 from kvpool_master.core.settings import Settings
@@ -37,6 +39,9 @@ class Forest:
         self._leases = leases
         self._counters = counters
         self.ring = Ring(settings.gone_ring_blocks_max)
+        self.replicas = Replicas(space, leases)
+        self.wanted: dict[Span, None] = {}
+        """Complete spans of namespaces that want replicas; see copies.py."""
         self.now_ms = 0
         self._age = 0
         self._incomplete: list[tuple[int, Span]] = []
@@ -62,6 +67,10 @@ class Forest:
         """Split before block `at`; returns the head, `span` becomes the tail."""
         head = cut(span, at)
         self._space.enlist(head, head.extents)
+        if self.replicas:
+            self.replicas.cut(span, head, at)
+        if span in self.wanted:
+            self.wanted[head] = None
         self._watch_incomplete(head)
         if not (span.have or span.writers or span.children or span.leases):
             self._drop(span)  # the leases that kept this hole ended in the head
@@ -73,18 +82,21 @@ class Forest:
             self.cut(span, start)
         return self.cut(span, blocks) if blocks < span.blocks else span
 
-    def join_around(self, span: Span) -> None:
-        """Make one span of a complete span and what is alike before and behind it."""
+    def join_around(self, span: Span) -> Span:
+        """Make one span of a complete span and what is alike before and behind it; returns it."""
         parent = span.parent
         if parent is not None and can_join(parent):
             self._join(parent)
             span = parent
         if can_join(span):
             self._join(span)
+        return span
 
     def _join(self, span: Span) -> None:
         (child,) = span.kids()
         packed = child.extents
+        if self.replicas:
+            self.replicas.joined(span, child, span.blocks)
         join_child(span, partial(self._space.slab_slots, span.tree.slot_bytes))
         self._space.enlist(span, packed)
         span.queued = False
@@ -130,7 +142,9 @@ class Forest:
         """Look at a span whose parts or writers have changed: join, watch, or drop it."""
         if span.have == span.tree.full:
             self.settle(span)
-            self.join_around(span)
+            span = self.join_around(span)
+            if span.tree.replicas > 1:
+                self.wanted[span] = None
         else:
             self._watch_incomplete(span)
             self.settle(span)
@@ -160,7 +174,8 @@ class Forest:
     def take_out(self, span: Span, reason: GoneReason) -> list[ex.Record]:
         """Make a hole of a span's complete parts; returns their extents, which nobody holds now."""
         self._forget(span, span.keys, reason, span.front_age)
-        rows = self.strip(span, span.have)
+        rows = self.replicas.drop(span, span.have)
+        rows += self.strip(span, span.have)
         self.settle(span)
         return rows
 
@@ -190,6 +205,7 @@ class Forest:
         if span.have == tree.full:
             tree.blocks -= blocks
         tree.bytes -= _bytes(rows, tree.slot_bytes)
+        rows += self.replicas.drop(span, tree.full, keep)
         tree.unindex_keys(keys)
         if keep:
             steps = span.steps()
@@ -242,9 +258,14 @@ class Forest:
             spans_max = self._take_apart(self._dead[0][1], self._dead[0][2], spans_max)
             if not self._dead[0][2]:
                 self._dead.popleft()
+        spans_max = min(spans_max, self._settings.retire_spans_max)
         while self.retiring and spans_max > 0:
             segment = self.retiring[0]
             spans_max -= segment.sort(spans_max)
+            replicated = self.replicas.spans_in(segment.handle)
+            while replicated and spans_max > 0:
+                spans_max -= 1
+                self._lose_replicas(replicated.popleft(), segment)
             while segment.slab_spans and spans_max > 0:
                 slab, spans = next(iter(segment.slab_spans.items()))
                 if not spans:
@@ -256,7 +277,8 @@ class Forest:
                     self._lose(span, segment)
                     if segment.holds(span, slab):
                         spans.append(span)
-            if not segment.slab_spans and not segment.unsorted:
+            if not (segment.slab_spans or segment.unsorted or self.replicas.spans_in(segment.handle)):
+                self.replicas.forget(segment.handle)
                 self.retiring.popleft()
                 del self._space.segments[segment.handle]
                 self._space.hidden.discard(segment.handle)
@@ -268,7 +290,7 @@ class Forest:
             stack += span.kids()
             if span.keys:
                 self.ring.add(span, span.keys, GoneReason.PURGED, self.idle_ms(span.age), self.now_ms)
-            self._space.give(ex.records(span.extents), tree.slot_bytes)
+            self._space.give([*ex.records(span.extents), *self.replicas.drop(span, tree.full)], tree.slot_bytes)
             span.parent = span.children = None
             span.extents = span.keys = b""
             span.have = 0
@@ -285,12 +307,17 @@ class Forest:
     def _lose(self, span: Span, segment: Segment) -> None:
         """A span loses what it has in a retired segment."""
         row = next(row for row in ex.records(span.extents) if row[2] == segment.handle)
+        old = self.replace(span, row)
+        if old is not None:
+            self._space.give([old], span.tree.slot_bytes)
+            return
         part = self.isolate(span, row[0], row[1])
         mask = (1 << row[5]) - (1 << row[4])
         if part.have & mask:
             self._forget(part, part.keys, GoneReason.NODE_RETIRED, part.age)
         pending = part.writing & mask
         slot_bytes = part.tree.slot_bytes
+        self._space.defer(self.replicas.drop(part, mask), slot_bytes, self._leases.newest_number)
         self._space.give(self.strip(part, mask & ~pending), slot_bytes)
         if pending:
             rows = self.strip(part, pending)
@@ -299,6 +326,27 @@ class Forest:
             for piece in list(part.writers or ()):
                 detach_piece(piece, pending & piece.mask, lost=True)
         self.changed(part)
+
+    def _lose_replicas(self, span: Span, segment: Segment) -> None:
+        """A span loses its replicas in a retired segment."""
+        self._space.give(self.replicas.drop_in(span, segment.handle), span.tree.slot_bytes)
+        if span.parent is not None and span.tree.alive and span.tree.replicas > 1:
+            self.wanted[span] = None
+
+    def replace(self, span: Span, row: ex.Record) -> ex.Record | None:
+        """Let a replica take the place of `row`, or of some of its blocks, which are lost.
+
+        Returns the run that was replaced, which nobody holds now; None: no replica has it. The span may be cut.
+        """
+        found = self.replicas.promotable(span, row)
+        if found is None:
+            return None
+        part = self.isolate(span, found[0], found[1] - found[0])
+        place = (row[2], row[4], row[5])
+        own = next(one for one in ex.records(part.extents) if (one[2], one[4], one[5]) == place)
+        old = self.replicas.promote(part, own)
+        self.changed(part)
+        return old
 
     # -- for the cross-check
 

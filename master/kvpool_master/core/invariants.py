@@ -45,6 +45,10 @@ def check_pool(pool: Pool) -> int:
         _hold(held, iter(rows), slot_bytes)
     for reservation in pool.writes.quarantine.values():
         _hold(held, ex.records(reservation.quarantined), reservation.tree.slot_bytes)
+    for copy in pool.copies.open.values():
+        _hold(held, iter([copy.target]), copy.pin.span.tree.slot_bytes)
+    for span, packed in pool.forest.replicas.of.items():
+        _hold(held, ex.records(packed), span.tree.slot_bytes)
     for segment in pool.space.segments.values():
         _check_slots(segment, held.get(segment.handle, {}))
     _check_enlisted(pool, live)
@@ -53,6 +57,9 @@ def check_pool(pool: Pool) -> int:
     _check_writes(pool, pending)
     _check_bytes(pool)
     _check_hidden(pool)
+    _check_replicas(pool, {*live, *dead})
+    _check_copies(pool)
+    _check_quotas(pool, live)
     return len(live)
 
 
@@ -196,6 +203,7 @@ def _check_heaps(pool: Pool, live: list[Span]) -> None:
 def _check_leases(pool: Pool, live: list[Span]) -> None:
     pinned = [lease for span in live for lease in span.leases or ()]
     in_live = [lease for lease in pool.leases if lease.span.tree.alive]
+    in_live += [copy.pin for copy in pool.copies.open.values() if copy.pin.span.tree.alive]
     assert {id(lease) for lease in pinned} == {id(lease) for lease in in_live} and len(pinned) == len(in_live)
     for span in live:
         for lease in span.leases or ():
@@ -235,6 +243,8 @@ def _check_bytes(pool: Pool) -> None:
     for reservation in pool.writes.quarantine.values():
         assert reservation.quarantined
         count("quarantined", ex.records(reservation.quarantined), reservation.tree.slot_bytes)
+    for copy in pool.copies.open.values():
+        count("reserved", iter([copy.target]), copy.pin.span.tree.slot_bytes)
     for slot_bytes, rows in pool.strays.rows():
         count("quarantined", iter(rows), slot_bytes)
     for slot_bytes, rows in [*pool.space.deferred_rows(), *pool.clearing.rows()]:
@@ -247,5 +257,40 @@ def _check_bytes(pool: Pool) -> None:
 
 
 def _check_hidden(pool: Pool) -> None:
-    up = {segment.handle for node in pool.liveness.nodes.values() if node.up for segment in node.segments}
-    assert pool.space.hidden == set(pool.space.segments) - up
+    seen = {segment.handle for node in pool.liveness.nodes.values() if node.readable for segment in node.segments}
+    assert pool.space.hidden == set(pool.space.segments) - seen
+    for node in pool.liveness.nodes.values():
+        assert node.draining == (node.name in pool.members.draining)
+        assert node.draining or not (node.closing or node.drained)
+
+
+def _check_replicas(pool: Pool, spans: set[Span]) -> None:
+    replicas = pool.forest.replicas
+    held: Counter[int] = Counter()
+    unstacked = {id(tree) for tree in pool.forest.dead_trees()}
+    for span, packed in replicas.of.items():
+        assert packed and (span in spans or id(span.tree) in unstacked), "replicas of a span that is gone"
+        for row in ex.records(packed):
+            assert row[0] + row[1] <= span.blocks and row[4] < row[5] <= row[4] + row[6]
+            assert ((1 << row[5]) - (1 << row[4])) & ~span.have == 0, "a replica of a part that is not complete"
+            assert row[2] in pool.space.segments, "a replica in a segment that is gone"
+            assert span in replicas.spans_in(row[2]), "a replica that its segment does not know"
+            held[id(span.tree)] += row[1] * (row[5] - row[4]) * span.tree.slot_bytes
+    for namespace in pool.namespaces.values():
+        assert namespace.tree.replica_bytes == held[id(namespace.tree)]
+
+
+def _check_copies(pool: Pool) -> None:
+    busy: Counter[str] = Counter()
+    for copy in pool.copies.open.values():
+        busy.update((copy.node, copy.source_node))
+        assert copy.source[1] == copy.target[1] and copy.source[4:6] == copy.target[4:6]
+        assert copy.pin in (copy.pin.span.leases or ()), "a copy whose source is not pinned"
+    assert busy == pool.copies.busy, (busy, pool.copies.busy)
+
+
+def _check_quotas(pool: Pool, live: list[Span]) -> None:
+    for span in live:
+        assert span.tree.quota is pool.quotas.limits.get(span.tree.tenant)
+        if span.queued and span.tree.quota is not None and is_leaf(span):
+            assert any(entry[1] is span for entry in span.tree.quota.leaves), "a leaf that its tenant's heap lacks"

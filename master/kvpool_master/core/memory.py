@@ -9,7 +9,8 @@ from kvpool_proto.namespace import NamespaceSpec
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """tombstones: (namespace, newest dead stamp). nodes: names of those that were members.
+    """tombstones: (namespace, newest dead stamp). nodes: names of those that were members. draining: of these, those
+    that an operator drains. quotas: (tenant, bytes).
 
     grace_ms: how long after the start a lease or a reservation of the former epoch may still be alive; None: no
     former epoch is known. Then a node that has seen another epoch than ours gets the longest times of our settings.
@@ -19,6 +20,8 @@ class Memory:
     tombstones: tuple[tuple[bytes, int], ...] = ()
     nodes: tuple[str, ...] = ()
     grace_ms: int | None = None
+    draining: tuple[str, ...] = ()
+    quotas: tuple[tuple[str, int], ...] = ()
 
 
 NO_MEMORY = Memory()

@@ -21,23 +21,31 @@ from kvpool_master.core.effects import AskWorkers as AskWorkers
 from kvpool_master.core.effects import BindSlab as BindSlab
 from kvpool_master.core.effects import Bury as Bury
 from kvpool_master.core.effects import ClearSlots as ClearSlots
+from kvpool_master.core.effects import CopySlots as CopySlots
 from kvpool_master.core.effects import Effect as Effect
+from kvpool_master.core.effects import ProbeNode as ProbeNode
 from kvpool_master.core.effects import Remember as Remember
 from kvpool_master.core.effects import Retire as Retire
+from kvpool_master.core.node_messages import Drain as Drain
 from kvpool_master.core.node_messages import Heartbeat as Heartbeat
 from kvpool_master.core.node_messages import InventoryEnd as InventoryEnd
 from kvpool_master.core.node_messages import InventorySlabs as InventorySlabs
 from kvpool_master.core.node_messages import InventoryStrands as InventoryStrands
 from kvpool_master.core.node_messages import InventoryWriting as InventoryWriting
+from kvpool_master.core.node_messages import NodeReported as NodeReported
+from kvpool_master.core.node_messages import ProbeAnswered as ProbeAnswered
 from kvpool_master.core.node_messages import Register as Register
 from kvpool_master.core.node_messages import Registered as Registered
+from kvpool_master.core.node_messages import ReportNode as ReportNode
 from kvpool_master.core.node_messages import RetireNode as RetireNode
 from kvpool_master.core.node_messages import SegmentOffer as SegmentOffer
 from kvpool_master.core.node_messages import SessionLost as SessionLost
 from kvpool_master.core.node_messages import SlabBound as SlabBound
 from kvpool_master.core.node_messages import SlotsCleared as SlotsCleared
+from kvpool_master.core.node_messages import SlotsCopied as SlotsCopied
 from kvpool_master.core.node_messages import Strand as Strand
 from kvpool_master.core.node_messages import Taken as Taken
+from kvpool_master.core.node_messages import Undrain as Undrain
 from kvpool_master.core.node_messages import WorkerGone as WorkerGone
 from kvpool_master.core.reasons import GoneReason as GoneReason
 from kvpool_master.core.reasons import Parent as Parent
@@ -76,7 +84,8 @@ class Lookup(NamedTuple):
 
     An unknown key ends the run. The first `skip` blocks may be holes; where entry is root they must be known.
     The lease pins only the deepest block hit, which holds all before it; nothing is leased on a miss.
-    A lease id seen before (a retry) keeps protecting what its first answer named. Raises UnknownNamespace,
+    A lease id seen before (a retry) keeps protecting what its first answer named. node: the asker's, whose own copies
+    are preferred. Raises UnknownNamespace,
     KeyLengthMismatch, EmptyChain, ChainTooLong, BadId, ForeignId (the id is that of another lookup),
     UnknownLease (it was released before it was granted).
     """
@@ -85,6 +94,7 @@ class Lookup(NamedTuple):
     chain: bytes
     skip: int
     lease: bytes
+    node: str = ""
 
 
 class Hit(NamedTuple):
@@ -155,8 +165,10 @@ class Reserve:
     """Ask for room for what is missing of a chain -> Reserved.
 
     parent: Parent.ROOT, Parent.UNKNOWN or the key before chain[0]; entry = root takes only Parent.ROOT.
-    nodes: node of each part of [part_from, part_to), or one for all, or () for anywhere.
+    nodes: node of each part of [part_from, part_to), or of each share, or one for all, or () for anywhere.
     worker: the writing process (node client's number), 0 for a scheduler that reserves for its ranks.
+    shares: among how many writers the blocks of one part are divided, in runs as long as can be; share: the caller's
+    own. Each share is committed and given up by itself. avoid: nodes that the caller could not write to.
     The same id again is the same reservation and gets the same answer. Raises as Lookup, PartOutOfRange,
     BadRequest, ForeignId (the id is a reservation for another chain), ReservationEnded (the id was aborted
     or has expired).
@@ -170,17 +182,21 @@ class Reserve:
     part_to: int
     nodes: tuple[str, ...] = ()
     worker: int = 0
+    shares: int = 1
+    share: int = 0
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks [offset, offset + blocks) of parts [part_from, part_to) are in one state."""
+    """Blocks [offset, offset + blocks) of parts [part_from, part_to) are in one state. share: whose they are."""
 
     offset: int
     blocks: int
     part_from: int
     part_to: int
     state: RunState
+    share: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +230,7 @@ class Commit:
     blocks: int
     final: bool
     worker: int = 0
+    share: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +245,15 @@ class Committed:
 class Abort:
     """Give up what is not committed of parts (part_to = 0: all) -> Aborted.
 
-    writer: the word of the parts' own writer, who copies no more: slots come back at once, else they stay in
-    quarantine. An unknown id is remembered: its reserve, arriving later, is refused.
+    writer: the word of the parts' own writer (share: which one), who copies no more: slots come back at once, else
+    they stay in quarantine, and all shares end. An unknown id is remembered: its reserve, arriving later, is refused.
     """
 
     reservation: bytes
     writer: bool
     part_from: int = 0
     part_to: int = 0
+    share: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +310,29 @@ class BlockBad:
     stamp: int
 
 
+# -- rights -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SetQuota:
+    """Limit the slot bytes that a tenant's namespaces hold; 0: no limit -> QuotaSet.
+
+    A tenant at its limit evicts its own oldest leaves to store more; what finds none is answered OVER_QUOTA. One that
+    is above a new limit shrinks with time. Raises BadRequest, LimitReached.
+    """
+
+    tenant: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSet:
+    """bytes: what the tenant holds now."""
+
+    bytes: int
+    effects: tuple[Effect, ...] = ()
+
+
 # -- time ---------------------------------------------------------------------------------------------
 
 
@@ -328,6 +369,12 @@ Command = (
     | WorkerGone
     | SessionLost
     | RetireNode
+    | ReportNode
+    | ProbeAnswered
+    | Drain
+    | Undrain
+    | SlotsCopied
+    | SetQuota
     | Tick
 )
 Outcome = (
@@ -343,5 +390,7 @@ Outcome = (
     | Purged
     | Registered
     | Taken
+    | NodeReported
+    | QuotaSet
     | Done
 )

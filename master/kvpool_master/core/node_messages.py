@@ -30,6 +30,7 @@ class Register:
     a live one it raises NodeIdTaken, an older one raises StaleIncarnation. A segment that is not known and holds
     something takes no reservation before its inventory is complete (AskInventory among the effects, when it is the
     node's turn) and before the grace of the former epoch is over. epoch_seen must not be above the pool's epoch.
+    data_address: where peers reach its data port; without one its blocks are its own workers' only.
     Raises BadSegment, LimitReached, BadRequest.
     """
 
@@ -37,6 +38,7 @@ class Register:
     incarnation: int
     segments: tuple[SegmentOffer, ...]
     epoch_seen: int = 0
+    data_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,68 @@ class SessionLost:
 
     node: str
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportNode:
+    """A worker on node `reporter` could not use this node's data port -> NodeReported.
+
+    One host's reports make the Master probe the node's session; a probe without an answer, or reports of two hosts
+    within report_window_ms, make it suspect for all, for report_hold_ms after the last report at least. A report by
+    the node itself, or of an unknown node, is ignored.
+    """
+
+    node: str
+    reporter: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReported:
+    """suspect: the node is hidden from all by now."""
+
+    suspect: bool
+    effects: tuple[Effect, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswered:
+    """The node answered effects.ProbeNode -> Done. An answer to nothing that was asked is ignored."""
+
+    node: str
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """The node takes no more writes, and what it holds is moved elsewhere while there is room -> Done.
+
+    Newest blocks first; what is moved stays readable at its old place until the leases on it have ended. Drained: no
+    block is left that can be moved, and no lease or reservation is open on it. Kept durably; a node that is not there
+    drains when it comes, if it was ever known. Raises UnknownNode.
+    """
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Undrain:
+    """The node takes writes again -> Done. Raises UnknownNode."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsCopied:
+    """The node carried out an order of CopySlots for the first `blocks` blocks -> Done.
+
+    An order that is not open is ignored.
+    """
+
+    node: str
+    incarnation: int
+    order: int
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)

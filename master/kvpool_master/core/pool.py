@@ -15,20 +15,23 @@ from typing import Any
 from kvpool_master.core import messages as m
 from kvpool_master.core.adopt import Adopter
 from kvpool_master.core.clearing import Clearing
-from kvpool_master.core.directory import walk
+from kvpool_master.core.copies import Copies
+from kvpool_master.core.drains import Drains
 from kvpool_master.core.evictor import Evictor
 from kvpool_master.core.forest import Forest
 from kvpool_master.core.intake import Intake
 from kvpool_master.core.invariants import check_pool
-from kvpool_master.core.leases import Lease, LeaseTable
+from kvpool_master.core.leases import LeaseTable
 from kvpool_master.core.liveness import Liveness
 from kvpool_master.core.members import Members
 from kvpool_master.core.memory import NO_MEMORY, Memory
-from kvpool_master.core.messages import Effect, Reason
+from kvpool_master.core.messages import Effect
+from kvpool_master.core.placement import Placement
 from kvpool_master.core.puts import Puts
+from kvpool_master.core.quotas import Quotas
+from kvpool_master.core.reading import Reading
 from kvpool_master.core.recovery import Recovery
 from kvpool_master.core.removal import Removal
-from kvpool_master.core.runs import CommittedRun, committed_run
 from kvpool_master.core.segments import Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import NamespaceCounters, PoolCounters, Snapshot
@@ -42,16 +45,17 @@ from kvpool_proto.errors import (
     BadRequest,
     ChainTooLong,
     EmptyChain,
-    ForeignId,
     KeyLengthMismatch,
     LimitReached,
     NamespaceDiffers,
     PartOutOfRange,
     SlotTooLarge,
-    UnknownLease,
     UnknownNamespace,
 )
 from kvpool_proto.namespace import NamespaceSpec
+
+SHARES_MAX = 1024
+"""Among so many writers the blocks of one part may be divided."""
 
 
 @dataclass(slots=True)
@@ -76,10 +80,11 @@ class Pool:
         self.leases = LeaseTable(settings)
         self.space = Space(settings)
         self.forest = Forest(settings, self.space, self.leases, self.counters)
-        self.writes = Writes(settings, self.space, self.forest, self.counters)
-        self.liveness = Liveness(settings, start_ms)
-        self.strays = Strays(settings, self.space)
         self.clearing = Clearing(self.space, self.leases)
+        self.writes = Writes(settings, self.space, self.forest, self.clearing, self.counters)
+        self.liveness = Liveness(settings, start_ms)
+        self.placement = Placement(settings, self.space, self.liveness)
+        self.strays = Strays(settings, self.space)
         self.removal = Removal(self.space, self.forest, self.liveness, self.clearing)
         self.unclaimed = Unclaimed(settings, self.space)
         self.tombstones = dict(memory.tombstones)
@@ -91,20 +96,37 @@ class Pool:
             settings, epoch, memory, start_ms, self.forest, self.liveness, self.intake, self.unclaimed, self.counters,
             self._trees
         )  # fmt: skip
-        self.members = Members(
-            settings, self.space, self.forest, self.liveness, self.writes, self.strays, self.clearing, self.recovery
-        )
         self.evictor = Evictor(settings, self.forest, self.counters)
-        self.puts = Puts(settings, epoch, self.space, self.forest, self.evictor, self.writes, self.liveness)
+        self.quotas = Quotas(settings, self.forest, self._trees_of, memory.quotas)
+        self.puts = Puts(
+            settings, epoch, self.space, self.forest, self.evictor, self.writes, self.liveness, self.placement,
+            self.quotas, self.counters
+        )  # fmt: skip
+        self.copies = Copies(
+            settings, self.space, self.forest, self.leases, self.liveness, self.placement, self.clearing,
+            self.counters, self.puts.next_stamp
+        )  # fmt: skip
+        self.drains = Drains(settings, self.leases, self.liveness, self.copies)
+        self.reading = Reading(
+            settings, self.leases, self.forest, self.space, self.liveness, self.copies, self.counters
+        )
+        self.members = Members(
+            settings, self.space, self.forest, self.liveness, self.writes, self.strays, self.clearing, self.recovery,
+            self.placement, self.copies, self.drains, self.counters, memory
+        )  # fmt: skip
         self._now_ms = start_ms
         for spec in memory.namespaces:
             self._add(spec)
         self._verbs: dict[type, Callable[[Any, int], Any]] = {
             m.OpenNamespace: self._open,
-            m.Lookup: self._lookup,
-            m.Peek: self._peek,
-            m.Release: self._release,
-            m.Renew: self._renew,
+            m.Lookup: lambda command, now_ms: self.reading.lookup(
+                command, self._tree(command.namespace, command.chain), now_ms
+            ),
+            m.Peek: lambda command, now_ms: self.reading.peek(
+                command, self._tree(command.namespace, command.chain), now_ms
+            ),
+            m.Release: self.reading.release,
+            m.Renew: self.reading.renew,
             m.Reserve: self._reserve,
             m.Commit: self.writes.commit,
             m.Abort: self._abort,
@@ -124,16 +146,23 @@ class Pool:
             m.WorkerGone: self._done(self._worker_gone),
             m.SessionLost: self._done(lambda command, _: self.members.session_lost(command)),
             m.RetireNode: lambda command, _: m.Done(tuple(self.members.leave(command))),
+            m.ReportNode: self.members.report,
+            m.ProbeAnswered: self._done(lambda command, _: self.members.probe_answered(command)),
+            m.Drain: lambda command, _: self.members.drain(command),
+            m.Undrain: lambda command, _: self.members.drain(command),
+            m.SlotsCopied: self._done(lambda command, _: self.copies.done(command)),
+            m.SetQuota: self._set_quota,
             m.Tick: self._tick,
         }
 
     def apply(self, command: m.Command, now_ms: int) -> Any:
         """Carry out one command at `now_ms`; the outcome's type stands beside the command in messages.py."""
-        now_ms = self._now_ms = self.forest.now_ms = max(now_ms, self._now_ms)
+        now_ms = self._now_ms = max(now_ms, self._now_ms)
+        self.forest.now_ms = self.placement.now_ms = self.copies.now_ms = now_ms
         if self.leases.deadlines.next_ms <= now_ms:
             for lease in self.leases.expired(now_ms):
                 self.counters.leases_expired += 1
-                self._unpin(lease, ended=True)
+                self.reading.unpin(lease, ended=True)
         if self.writes.deadlines.next_ms <= now_ms:
             self.writes.expire(now_ms)
         return self._verbs[type(command)](command, now_ms)
@@ -157,6 +186,20 @@ class Pool:
         ends += [reservation.deadline_ms for reservation in self.writes.open.values()]
         return max(0, self.recovery.grace_left_ms(now_ms), max(ends, default=now_ms) - now_ms)
 
+    def holder_of(self, handle: int) -> tuple[str, str]:
+        """The node of a segment, and the address of its data port; empty if it is not known."""
+        segment = self.space.segments.get(handle)
+        node = self.liveness.nodes.get(segment.node) if segment is not None else None
+        return (node.name, node.data_address) if node is not None else ("", "")
+
+    def namespace_of(self, ident: bytes) -> bytes | None:
+        """The namespace of a lease or a reservation that is alive or remembered."""
+        lease = self.leases.get(ident)
+        if lease is not None:
+            return lease.namespace
+        reservation = self.writes.of(ident)
+        return reservation.tree.namespace if reservation is not None else None
+
     @staticmethod
     def _done(verb: Callable[[Any, int], None]) -> Callable[[Any, int], m.Done]:
         def run(command: Any, now_ms: int) -> m.Done:
@@ -175,7 +218,8 @@ class Pool:
         known = self.namespaces.get(ident)
         if known is not None:
             if known.spec != spec:
-                raise NamespaceDiffers(f"the namespace is registered with entry = {known.spec.entry}")
+                registered = f"entry = {known.spec.entry}, replicas = {known.spec.replicas}"
+                raise NamespaceDiffers(f"the namespace is registered with {registered}")
             return m.Opened(ident, spec.slot_bytes)
         if len(self.namespaces) >= self.settings.namespaces_max:
             raise LimitReached(f"namespaces_max = {self.settings.namespaces_max} namespaces are registered")
@@ -194,7 +238,15 @@ class Pool:
         counters = NamespaceCounters()
         tree = Tree(spec, spec.id, counters)
         self.namespaces[spec.id] = Namespace(spec, tree, counters)
+        self.quotas.opened(tree)
         self.recovery.opened(tree)
+
+    def _set_quota(self, command: m.SetQuota, now_ms: int) -> m.QuotaSet:
+        self.quotas.set(command.tenant, command.bytes)
+        return m.QuotaSet(self.quotas.used(command.tenant), (m.Remember(quota=(command.tenant, command.bytes)),))
+
+    def _trees_of(self, tenant: str) -> list[Tree]:
+        return [tree for tree in self._trees() if tree.tenant == tenant]
 
     def _trees(self) -> list[Tree]:
         return [namespace.tree for namespace in self.namespaces.values()]
@@ -217,82 +269,6 @@ class Pool:
             raise ChainTooLong(f"the chain has {blocks} blocks: chain_blocks_max = {self.settings.chain_blocks_max}")
         return tree
 
-    # -- reading
-
-    def _run(self, tree: Tree, command: m.Lookup | m.Peek) -> CommittedRun:
-        found = walk(tree, command.chain, command.skip)
-        return committed_run(tree, found, command.skip, len(command.chain), self.space.hidden)
-
-    def _lookup(self, command: m.Lookup, now_ms: int) -> m.Hit:
-        tree = self._tree(command.namespace, command.chain)
-        if len(command.lease) != m.ID_BYTES:
-            raise BadId(f"lease_id has {len(command.lease)} bytes: {m.ID_BYTES}")
-        old = self.leases.get(command.lease)
-        mark = hash((command.namespace, command.chain, command.skip))
-        if old is not None and old.mark != mark:
-            raise ForeignId("the lease id is that of another lookup")
-        if command.lease in self.leases.overtaken:
-            raise UnknownLease("the lease was released before it was granted")
-        run = self._run(tree, command)
-        counters = tree.counters
-        counters.lookups += 1
-        counters.lookup_blocks += max(0, len(command.chain) // tree.key_bytes - command.skip)
-        blocks, reason, lease_ms = run.blocks, run.reason, 0
-        if blocks and old is None and self.leases.full():
-            blocks, reason = 0, Reason.TOO_MANY_LEASES
-        if blocks:
-            assert run.last is not None
-            run.last.touch(run.end, self.forest.next_age())
-            last, end, depth = run.last, run.end, command.skip + blocks
-            if old is not None and old.depth > depth and old.span.tree is tree:
-                last, end, depth = old.span, old.end, old.depth
-            lease = Lease(command.lease, command.namespace, last, end, depth=depth, mark=mark)
-            size = blocks * tree.parts * tree.slot_bytes
-            lease_ms = self.leases.grant(lease, size, now_ms, old)
-            self.counters.leases_granted += 1
-            counters.hit_blocks += blocks
-            if old is not None:
-                self._unpin(old, ended=False)
-        if reason:
-            counters.short_lookups[reason] = counters.short_lookups.get(reason, 0) + 1
-        return m.Hit(blocks, reason, run.extents() if blocks else b"", lease_ms)
-
-    def _peek(self, command: m.Peek, now_ms: int) -> m.Peeked:
-        tree = self._tree(command.namespace, command.chain)
-        run = self._run(tree, command)
-        gone = None
-        if command.explain and run.reason in (Reason.UNKNOWN_KEY, Reason.HOLE):
-            missing = max(run.known, command.skip) if run.reason is Reason.UNKNOWN_KEY else command.skip + run.blocks
-            at = missing * tree.key_bytes
-            gone = self.forest.ring.find(command.namespace, command.chain[at : at + tree.key_bytes], now_ms)
-        return m.Peeked(run.blocks, run.reason, run.extents(), gone)
-
-    def _unpin(self, lease: Lease, *, ended: bool) -> None:
-        if ended:
-            self.leases.end(lease.id)
-        self.forest.settle(lease.unpin())
-        self.space.settle_deferred(self.leases.oldest_number)
-
-    def _release(self, command: m.Release, now_ms: int) -> m.Released:
-        if any(len(ident) != m.ID_BYTES for ident in command.leases):
-            raise BadId(f"lease ids have {m.ID_BYTES} bytes")
-        released = 0
-        for ident in command.leases:
-            lease = self.leases.get(ident)
-            if lease is None:
-                self.leases.overtaken.add(ident, now_ms)
-                continue
-            self._unpin(lease, ended=True)
-            released += 1
-        self.counters.leases_released += released
-        return m.Released(released)
-
-    def _renew(self, command: m.Renew, now_ms: int) -> m.Renewed:
-        lease = self.leases.get(command.lease)
-        if lease is None:
-            raise UnknownLease("no such lease, or it has ended")
-        return m.Renewed(self.leases.renew(lease, now_ms))
-
     # -- writing
 
     def _reserve(self, command: m.Reserve, now_ms: int) -> m.Reserved:
@@ -301,8 +277,12 @@ class Pool:
             raise BadId(f"reservation_id has {len(command.reservation)} bytes: {m.ID_BYTES}")
         if not 0 <= command.part_from < command.part_to <= tree.parts:
             raise PartOutOfRange(f"parts [{command.part_from}, {command.part_to}): within [0, {tree.parts})")
-        if len(command.nodes) not in (0, 1, command.part_to - command.part_from):
-            raise BadRequest(f"nodes has {len(command.nodes)} names: none, one, or one for each part")
+        if not 0 <= command.share < command.shares <= SHARES_MAX:
+            raise BadRequest(f"share {command.share} of {command.shares}: within 1 to {SHARES_MAX} shares")
+        if command.shares > 1 and command.part_to - command.part_from > 1:
+            raise BadRequest(f"{command.shares} shares of several parts: only one part can be divided")
+        if len(command.nodes) not in (0, 1, max(command.shares, command.part_to - command.part_from)):
+            raise BadRequest(f"nodes has {len(command.nodes)} names: none, one, or one for each part or share")
         if not tree.anywhere and command.parent is not m.Parent.ROOT:
             raise BadRequest("a namespace with entry = root takes only chains that start at the root")
         if isinstance(command.parent, bytes) and len(command.parent) != tree.key_bytes:
@@ -315,7 +295,10 @@ class Pool:
         mask = (1 << command.part_to) - (1 << command.part_from) if command.part_to else None
         if mask is not None and not 0 <= command.part_from < command.part_to:
             raise PartOutOfRange(f"parts [{command.part_from}, {command.part_to})")
-        return m.Aborted(self.writes.abort(command.reservation, mask, writer=command.writer, now_ms=now_ms))
+        aborted = self.writes.abort(
+            command.reservation, mask, writer=command.writer, share=command.share, now_ms=now_ms
+        )
+        return m.Aborted(aborted)
 
     # -- purging
 
@@ -324,6 +307,7 @@ class Pool:
         self.writes.purge(namespace.tree, now_ms)
         blocks = self.forest.bury(namespace.tree)
         namespace.tree = Tree(namespace.spec, command.namespace, namespace.counters)
+        self.quotas.opened(namespace.tree)
         self.recovery.opened(namespace.tree)
         stamp = self.tombstones[command.namespace] = self.puts.stamp
         orders = self.clearing.bury(command.namespace, stamp)
@@ -357,6 +341,10 @@ class Pool:
             self.recovery.stalled(delay_ms)
         effects = self.members.tick(self._slot_sizes(), now_ms)
         effects += self.recovery.tick(now_ms)
+        self.placement.tick()
+        self.quotas.tick()
+        effects += self.copies.tick()
+        effects += self.drains.tick()
         effects += self.clearing.due()
         self.writes.sweep(now_ms)
         self.strays.sweep(now_ms)
@@ -368,7 +356,7 @@ class Pool:
             for segment in node.segments:
                 if segment.closed:
                     continue
-                if self.settings.evict_ahead:
+                if self.settings.evict_ahead and not self.placement.room_elsewhere(segment):
                     self.evictor.evict_ahead(segment)
                 for slot_bytes in sorted(segment.starved):
                     self.evictor.empty_a_slab(segment, slot_bytes)

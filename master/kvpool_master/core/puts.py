@@ -3,6 +3,8 @@
 Rules
   - The answer covers a head of the chain: it ends where room ends, at a conflict, or with the chain.
   - Of each part of each block: exists, being written by somebody else, or yours. Nothing is granted twice.
+  - A put in shares is one reservation a share, under one id: what is missing is divided into as many runs of blocks.
+  - A tenant's quota is room like any other: its own oldest leaves go first, then the answer is short.
   - A reservation never waits. It may evict, never its own chain, and only where no slab can be bound instead.
 """
 
@@ -19,10 +21,14 @@ from kvpool_master.core.graft import end_of, link, new_span, plan_alive
 from kvpool_master.core.leases import Lease
 from kvpool_master.core.liveness import Liveness
 from kvpool_master.core.messages import Effect, Reason, Reserve, Reserved, Run, RunState
-from kvpool_master.core.segments import Group, Segment, Space
+from kvpool_master.core.placement import Group, Placement, Wish
+from kvpool_master.core.quotas import Quotas
+from kvpool_master.core.reservation import Reservation, key_of, mark_of
+from kvpool_master.core.segments import Segment, Space
 from kvpool_master.core.settings import Settings
+from kvpool_master.core.snapshot import PoolCounters
 from kvpool_master.core.spans import Piece, Span, Tree
-from kvpool_master.core.writes import Reservation, Writes, mark_of
+from kvpool_master.core.writes import Writes
 from kvpool_proto.errors import ForeignId, ReservationEnded
 
 
@@ -32,7 +38,8 @@ class _Put:
 
     command: Reserve
     tree: Tree
-    reservation: Reservation
+    shares: list[Reservation]
+    mask: int
     age: int
     pins: list[Lease] = field(default_factory=list[Lease])
     runs: list[Run] = field(default_factory=list[Run])
@@ -55,7 +62,13 @@ class Puts:
         evictor: Evictor,
         writes: Writes,
         liveness: Liveness,
+        placement: Placement,
+        quotas: Quotas,
+        counters: PoolCounters,
     ) -> None:
+        self._placement = placement
+        self._quotas = quotas
+        self._counters = counters
         self._settings = settings
         self._evictor = evictor
         self._space = space
@@ -72,14 +85,15 @@ class Puts:
             return known
         counters = tree.counters
         counters.reserves += 1
-        if len(self._writes.open) >= self._settings.reservations_max:
+        if len(self._writes.open) + command.shares > self._settings.reservations_max:
             return self._short(tree, Reserved(0, Reason.TOO_MANY_RESERVATIONS, (), b"", 0))
         plan = plan_alive(self._forest, tree, command.parent, command.chain)
         counters.conflicts += plan.conflict
-        self.stamp += 1
-        reservation = Reservation(command, tree, self.stamp)
-        put = _Put(command, tree, reservation, self._forest.next_age())
+        shares = [Reservation(command, tree, self.next_stamp(), share) for share in range(command.shares)]
+        put = _Put(command, tree, shares, shares[0].mask, self._forest.next_age())
         self._pin(put, plan)
+        if command.shares > 1:
+            plan.regions = _divided(plan.regions, put.mask, command.shares)
         try:
             self._grant(put, plan)
         finally:
@@ -87,12 +101,19 @@ class Puts:
                 self._forest.settle(pin.unpin())
         if put.reason is Reason.NONE and plan.conflict:
             put.reason = Reason.CONFLICT
-        write_ms = self._writes.start(reservation, put.granted_bytes, now_ms) if reservation.pieces else 0
+        opened = [share for share in shares if share.pieces]
+        write_ms = min([self._writes.start(share, put.granted_bytes, now_ms) for share in opened], default=0)
         answer = Reserved(
             put.answered, put.reason, tuple(put.runs), b"".join(put.extents), write_ms, tuple(put.effects)
         )
-        reservation.answer = answer
+        for share in opened:
+            share.answer = answer
         return self._short(tree, answer)
+
+    def next_stamp(self) -> int:
+        """A new stamp, above all before."""
+        self.stamp += 1
+        return self.stamp
 
     def _short(self, tree: Tree, answer: Reserved) -> Reserved:
         if answer.reason is not Reason.NONE:
@@ -101,14 +122,19 @@ class Puts:
         return answer
 
     def _retried(self, command: Reserve, now_ms: int) -> Reserved | None:
-        ident = command.reservation
-        known = self._writes.open.get(ident)
+        keys = [key_of(command.reservation, share, command.shares) for share in range(command.shares)]
+        known = next((found for key in keys if (found := self._writes.open.get(key)) is not None), None)
         if known is None:
-            if self._writes.is_over(ident):
+            if any(self._writes.is_over(key) for key in (*keys, command.reservation)):
                 raise ReservationEnded("the reservation was aborted, committed or has expired")
+            if self._writes.open.get(command.reservation) or self._writes.open.get(key_of(command.reservation, 0, 2)):
+                raise ForeignId("the id is that of a reservation with another number of shares")
             return None
         if known.mark != mark_of(command):
             raise ForeignId("the id is that of another reservation")
+        own = self._writes.open.get(keys[command.share])
+        if own is not None and command.shares > 1:
+            own.introduce(command)
         assert known.answer is not None
         return replace(known.answer, effects=(), write_ms=max(0, known.deadline_ms - now_ms))
 
@@ -140,36 +166,39 @@ class Puts:
     def _grant_new(
         self, put: _Put, region: Region, after: tuple[Span, int] | None, lead: bytes
     ) -> tuple[Span, int] | None:
-        mask = put.reservation.mask
-        blocks, rows = self._room(put, mask, region.blocks)
+        mask, share = put.mask, put.shares[region.share]
+        blocks, rows = self._room(put, share, mask, region.blocks)
         if blocks == 0:
             return after
         tree = put.tree
         edge = region.offset * tree.key_bytes
         keys = put.command.chain[edge : edge + blocks * tree.key_bytes]
         span = new_span(end_of(self._forest, tree, after, lead), keys, put.age)
-        self._give(put, span, region.offset, mask, rows)
+        self._give(put, share, span, region.offset, mask, rows)
         return span, blocks
 
     def _grant_known(self, put: _Put, region: Region) -> tuple[Span, int]:
         span = region.span
         assert span is not None
-        asked = put.reservation.mask
-        missing = asked & ~span.have & ~span.writing
+        share = put.shares[region.share]
+        missing = put.mask & ~span.have & ~span.writing
         if not missing:
             self._answer(put, region.offset, region.blocks, span.have, missing)
             return span, region.start + region.blocks
         have = span.have
-        blocks, rows = self._room(put, missing, region.blocks)
+        blocks, rows = self._room(put, share, missing, region.blocks)
         if blocks == 0:
             return span, region.start
         span = self._forest.isolate(span, region.start, blocks)
-        self._give(put, span, region.offset, missing, rows, have)
+        self._give(put, share, span, region.offset, missing, rows, have)
         return span, blocks
 
-    def _give(self, put: _Put, span: Span, offset: int, mask: int, rows: list[ex.Record], have: int = 0) -> None:
-        """The parts of `mask` of a whole span are the caller's to write, in `rows`."""
-        reservation, blocks = put.reservation, span.blocks
+    def _give(
+        self, put: _Put, reservation: Reservation, span: Span, offset: int, mask: int, rows: list[ex.Record],
+        have: int = 0,
+    ) -> None:  # fmt: skip
+        """The parts of `mask` of a whole span are a share's to write, in `rows`."""
+        blocks = span.blocks
         packed = ex.ordered(rows)
         span.extents = ex.ordered([*ex.records(span.extents), *rows]) if span.extents else packed
         self._space.enlist(span, packed)
@@ -183,9 +212,9 @@ class Puts:
         put.granted_bytes += size
         put.tree.counters.granted_blocks += blocks * mask.bit_count()
         put.extents.append(ex.shift(packed, offset))
-        self._answer(put, offset, blocks, have, mask)
+        self._answer(put, offset, blocks, have, mask, reservation.share)
 
-    def _answer(self, put: _Put, offset: int, blocks: int, have: int, yours: int) -> None:
+    def _answer(self, put: _Put, offset: int, blocks: int, have: int, yours: int, share: int = 0) -> None:
         """Add the runs of blocks of one state; a run that goes on is made longer."""
         put.answered = offset + blocks
         low = put.command.part_from
@@ -197,62 +226,83 @@ class Puts:
             last = put.runs[-1] if put.runs else None
             if (
                 last
-                and (last.part_from, last.part_to, last.state) == (low, high, state)
+                and (last.part_from, last.part_to, last.state, last.share) == (low, high, state, share)
                 and last.part_to - low == (put.command.part_to - put.command.part_from)
             ):
-                put.runs[-1] = Run(last.offset, last.blocks + blocks, low, high, state)
+                put.runs[-1] = Run(last.offset, last.blocks + blocks, low, high, state, share)
             else:
-                put.runs.append(Run(offset, blocks, low, high, state))
+                put.runs.append(Run(offset, blocks, low, high, state, share))
             low = high
 
     # -- room
 
-    def _room(self, put: _Put, mask: int, blocks: int) -> tuple[int, list[ex.Record]]:
+    def _room(self, put: _Put, share: Reservation, mask: int, blocks: int) -> tuple[int, list[ex.Record]]:
         """Slots for parts `mask` of up to `blocks` blocks; says why not for all, and has slabs bound for the rest."""
         slot_bytes = put.tree.slot_bytes
-        groups = self._groups(put.reservation, mask, slot_bytes)
-        got, rows, reason = self._space.allocate(groups, slot_bytes, blocks, put.reservation.stamp, self._evict)
-        if got < blocks:
-            put.reason = Reason.STARTING if reason is Reason.NO_NODE and self._starting(put, mask) else reason
-        for low, high, segments in groups:
-            missing = (blocks - got) * (high - low) if reason is not Reason.RESERVE_SHARE else 0
-            for segment in segments:
+        most = min(blocks, self._quotas.blocks_left(put.tree, slot_bytes * mask.bit_count(), blocks))
+        groups = self._groups(share, mask)
+        wish = Wish(slot_bytes, most, share.stamp, put.command.avoid)
+        got, rows, reason = self._placement.allocate(groups, wish, self._evict)
+        if got < most:
+            starting = reason is Reason.NO_NODE and self._starting(groups)
+            put.reason = Reason.STARTING if starting else reason
+        elif most < blocks:
+            put.reason = Reason.OVER_QUOTA
+        for group, asked in wish.asked.items():
+            missing = (most - got) * (group.high - group.low) if reason is not Reason.RESERVE_SHARE else 0
+            for segment in asked:
                 free = segment.allocator.runs_of(slot_bytes).free  # what is left is too scattered to be used
                 put.effects += self._space.bind(segment, slot_bytes, free + missing if missing else 0)
                 missing = max(0, missing - (segment.allocator.ready_slots(slot_bytes) - free))
+        for _, count, handle, _, low, high, _, _ in rows:
+            if share.node_of(low) not in ("", self._space.segments[handle].node):
+                self._counters.spilled_blocks += count * (high - low)
         return got, rows
 
     def _evict(self, segment: Segment, slot_bytes: int, free_slots: int) -> None:
         self._evictor.evict(segment, slot_bytes, free_slots, self._settings.evict_inline_spans_max)
 
-    def _groups(self, reservation: Reservation, mask: int, slot_bytes: int) -> list[Group]:
-        """The parts of `mask` in runs that go to one node, each with that node's segments, emptiest first."""
+    def _groups(self, reservation: Reservation, mask: int) -> list[Group]:
+        """The parts of `mask` in runs that one node's process writes."""
         groups: list[Group] = []
         wanted = [part for part in reservation.parts if mask >> part & 1]
         # The number of a part less its place among those wanted is the same all along a run of neighbours.
         for (_, node), run in groupby(enumerate(wanted), lambda one: (one[1] - one[0], reservation.node_of(one[1]))):
             parts = [part for _, part in run]
-            groups.append((parts[0], parts[-1] + 1, self._segments(node, slot_bytes)))
+            groups.append(Group(parts[0], parts[-1] + 1, node))
         return groups
 
-    def _starting(self, put: _Put, mask: int) -> bool:
+    def _starting(self, groups: list[Group]) -> bool:
         """Whether some part found no node since segments are still closed after a start."""
-        names = {put.reservation.node_of(part) for part in put.reservation.parts if mask >> part & 1}
-        return any(segment.closed for name in names for segment in self._of_node(name))
+        nodes = self._liveness.nodes
+        named = [nodes.get(group.node) for group in groups] if all(group.node for group in groups) else nodes.values()
+        return any(segment.closed for node in named if node and node.writable for segment in node.segments)
 
-    def _of_node(self, name: str) -> list[Segment]:
-        """The segments of a node that is up, of all nodes for ""."""
-        if name:
-            node = self._liveness.nodes.get(name)
-            return list(node.segments) if node is not None and node.up else []
-        return [segment for node in self._liveness.nodes.values() if node.up for segment in node.segments]
 
-    def _segments(self, name: str, slot_bytes: int) -> list[Segment]:
-        """The open segments of a node that is up (of all nodes for ""), most room for the slot size first."""
-        found = [one for one in self._of_node(name) if one.fits(slot_bytes) and not one.closed]
-        if len(found) > 1:
-            found.sort(key=lambda segment: (-segment.allocator.room_bytes(slot_bytes), segment.handle))
-        return found
+def _divided(regions: list[Region], mask: int, shares: int) -> list[Region]:
+    """The regions, those with something to write cut where one share of all that is to be written meets the next."""
+    missing = [not region.span or bool(mask & ~region.span.have & ~region.span.writing) for region in regions]
+    total = sum(region.blocks for region, wanted in zip(regions, missing, strict=True) if wanted)
+    found: list[Region] = []
+    before = 0
+    for region, wanted in zip(regions, missing, strict=True):
+        if not wanted:
+            found.append(region)
+            continue
+        at = 0
+        while at < region.blocks:
+            share = before * shares // total
+            end = -(-(share + 1) * total // shares)  # of this share, among all that is to be written
+            blocks = min(region.blocks - at, end - before)
+            # What is granted of a known span is cut off its front, so that the rest begins where that ended.
+            start = region.start if at == 0 else 0
+            joins = region.joins and at == 0
+            found.append(
+                replace(region, offset=region.offset + at, blocks=blocks, start=start, joins=joins, share=share)
+            )
+            at += blocks
+            before += blocks
+    return found
 
 
 def _state(part: int, have: int, yours: int) -> RunState:

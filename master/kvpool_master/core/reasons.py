@@ -22,6 +22,7 @@ class Reason(IntEnum):
     TOO_MANY_LEASES = 11
     TOO_MANY_RESERVATIONS = 12
     STARTING = 13
+    OVER_QUOTA = 14
 
 
 class GoneReason(IntEnum):

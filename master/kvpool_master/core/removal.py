@@ -3,7 +3,7 @@
 Rules
   - What was taken out leaves a hole; its headers on the nodes are cleared (clearing.py), so that no inventory brings it
     back. Nodes that cannot be told yet are named.
-  - Blocks being written are left alone.
+  - Blocks being written are left alone. Of blocks with replicas only the bad copy goes.
 """
 
 from __future__ import annotations
@@ -62,8 +62,15 @@ class Removal:
             return m.Removed(0)
         span = found.path[-1]
         at = total - 1 - found.base - sum([before.blocks for before in found.path[:-1]])
-        stamps = {row[7] for row in ex.records(span.extents) if row[0] <= at < row[0] + row[1]}
-        if command.stamp not in stamps or not span.have or span.writers:
-            return m.Removed(0)
-        rows = self._forest.take_out(self._forest.isolate(span, at, 1), GoneReason.BAD_BYTES)
-        return self._removed(1, rows, tree)
+        here = [row for row in ex.records(span.extents) if row[0] <= at < row[0] + row[1]]
+        own = next((row for row in here if row[7] == command.stamp), None)
+        if own is None or not span.have or span.writers:
+            return self._removed(0, self._forest.replicas.drop_stamp(span, at, command.stamp), tree)
+        block = self._forest.isolate(span, at, 1)
+        own = next(row for row in ex.records(block.extents) if row[7] == command.stamp)
+        old = self._forest.replace(block, own)
+        if old is None:
+            return self._removed(1, self._forest.take_out(block, GoneReason.BAD_BYTES), tree)
+        told = self._removed(0, [old], tree)
+        rest = self.block_bad(command, tree)  # parts of the same stamp may lie in runs of their own
+        return m.Removed(rest.blocks, (*told.nodes_away, *rest.nodes_away), (*told.effects, *rest.effects))

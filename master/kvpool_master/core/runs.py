@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvpool_master.core import extents as ex
 from kvpool_master.core.directory import Walk
 from kvpool_master.core.messages import Reason
+from kvpool_master.core.replicas import Replicas
 from kvpool_master.core.spans import Span, Tree
 
 
@@ -23,16 +25,29 @@ class CommittedRun:
     end: int
     known: int
     pieces: list[bytes]
+    spans: list[Span]
+    """In which the blocks lie."""
 
     def extents(self) -> bytes:
         """All runs, offsets from the start of the chain."""
         return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
 
-def committed_run(tree: Tree, found: Walk, skip: int, chain_bytes: int, hidden: set[int]) -> CommittedRun:
-    """The longest run behind `skip` whose every part is committed and lies in segments that are not hidden."""
+def committed_run(
+    tree: Tree,
+    found: Walk,
+    skip: int,
+    chain_bytes: int,
+    hidden: set[int],
+    replicas: Replicas | None = None,
+    own: Collection[int] = (),
+) -> CommittedRun:
+    """The longest run behind `skip` whose every part is committed and lies in segments that are not hidden.
+
+    replicas: where there are any, and then `own`: the segments of the asker's node.
+    """
     matched = found.matched
-    run = CommittedRun(0, Reason.NONE, None, 0, matched, [])
+    run = CommittedRun(0, Reason.NONE, None, 0, matched, [], [])
     base = found.base  # where in the chain the span's first block would stand
     for span in found.path:
         size = span.blocks
@@ -42,13 +57,17 @@ def committed_run(tree: Tree, found: Walk, skip: int, chain_bytes: int, hidden: 
             if span.have != tree.full:
                 run.reason = _why_incomplete(span)
                 return run
-            if hidden and ex.touches(span.extents, hidden):
-                end = min(end, _first_hidden(span.extents, start, hidden))
+            packed = span.extents
+            if replicas is not None and span in replicas.of:
+                packed = replicas.choose(span, packed, start, end, own)
+            if hidden and ex.touches(packed, hidden):
+                end = min(end, _first_hidden(packed, start, hidden))
                 run.reason = Reason.NODE_AWAY if end < min(size, matched - base) else Reason.NONE
             if start < end:
-                run.pieces.append(_cut_out(span.extents, start, end, size, base))
+                run.pieces.append(_cut_out(packed, start, end, size, base))
                 run.blocks += end - start
                 run.last, run.end = span, end
+                run.spans.append(span)
             if run.reason:
                 return run
         base += size

@@ -15,12 +15,12 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvpool_master.core import extents as ex
 from kvpool_master.core.allocator import Allocator
 from kvpool_master.core.claims import Claims
-from kvpool_master.core.messages import BindSlab, Effect, Reason
+from kvpool_master.core.messages import BindSlab, Effect
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.spans import Span
 from kvpool_proto.geometry import slot_table_bytes
@@ -28,15 +28,9 @@ from kvpool_proto.geometry import slot_table_bytes
 Leaf = tuple[int, Span]
 """Heap entry: the age at which the span was queued, and the span."""
 
-Group = tuple[int, int, list["Segment"]]
-"""Parts [low, high) and the segments they may go to, best first."""
-
 LIST_SLACK = 64
 LIST_GROWTH = 2
 """A slab's list, or a heap of leaves, is swept when it has grown so many times, and by so many entries more."""
-
-Evict = Callable[["Segment", int, int], None]
-"""Evict (segment, slot bytes, slots wanted)."""
 
 
 class Segment:
@@ -231,82 +225,3 @@ class Space:
             effects.append(BindSlab(segment.node, segment.handle, slab, slot_bytes))
             ready += runs.per_slab
         return effects
-
-    # -- slots are handed out
-
-    def allocate(
-        self, groups: list[Group], slot_bytes: int, blocks: int, stamp: int, evict: Evict
-    ) -> tuple[int, list[ex.Record], Reason]:
-        """Room for the first m of `blocks` in every group: (m, rows with offsets from 0, why not all)."""
-        rows: list[ex.Record] = []
-        reason = Reason.NONE
-        for low, high, segments in groups:
-            got, found, why = self._allocate_group(segments, slot_bytes, blocks, low, high, stamp, evict)
-            rows += found
-            if got < blocks:
-                blocks, reason = got, why
-        if reason is not Reason.NONE:
-            rows, back = self._cut_back(rows, blocks, slot_bytes)
-            self.charge(back, slot_bytes, "reserved_bytes", -1)
-        return blocks, rows, reason
-
-    def _cut_back(self, rows: list[ex.Record], blocks: int, slot_bytes: int) -> tuple[list[ex.Record], list[ex.Record]]:
-        """Keep the rows of the first `blocks`, return the others' slots: (kept, returned)."""
-        head, tail = ex.split(b"".join([ex.pack(*row) for row in rows]), blocks)
-        back = list(ex.records(tail))
-        self.give(back, slot_bytes)
-        return list(ex.records(head)), back
-
-    def _allocate_group(
-        self, segments: list[Segment], slot_bytes: int, blocks: int, low: int, high: int, stamp: int, evict: Evict
-    ) -> tuple[int, list[ex.Record], Reason]:
-        rows: list[ex.Record] = []
-        got = 0
-        width = high - low
-        for evicting in (False, True):
-            no_slots = False
-            for segment in segments:
-                wanted = min(blocks - got, self._writable_blocks(segment, slot_bytes, width))
-                if evicting and wanted:
-                    evict(segment, slot_bytes, wanted * width)
-                more, found = self._place(segment, slot_bytes, wanted, low, high, stamp)
-                self.charge(found, slot_bytes, "reserved_bytes", 1)
-                rows += [(row[0] + got, *row[1:]) for row in found] if got else found
-                got += more
-                no_slots = no_slots or more < wanted
-                if got == blocks:
-                    return got, rows, Reason.NONE
-            if no_slots and any(one.allocator.can_bind(slot_bytes) for one in segments):
-                return got, rows, Reason.SLAB_PENDING  # rather than evict
-            if not no_slots:
-                return got, rows, Reason.RESERVE_SHARE if segments else Reason.NO_NODE
-        return got, rows, Reason.NO_SPACE
-
-    def _writable_blocks(self, segment: Segment, slot_bytes: int, width: int) -> int:
-        """How many blocks of `width` parts the segment's share for writers still admits."""
-        share = segment.allocator.size_bytes * self._settings.reserve_share_permille // 1000
-        left = share - segment.reserved_bytes - segment.quarantined_bytes
-        return max(0, left // (slot_bytes * width))
-
-    def _place(
-        self, segment: Segment, slot_bytes: int, blocks: int, low: int, high: int, stamp: int
-    ) -> tuple[int, list[ex.Record]]:
-        """Take runs for up to `blocks`, parts side by side; where no run holds all parts of a block, in halves."""
-        width = high - low
-        runs = segment.allocator.runs_of(slot_bytes)
-        rows: list[ex.Record] = []
-        got = 0
-        while got < blocks:
-            run = runs.take((blocks - got) * width, width)
-            if run is None:
-                break
-            rows.append((got, run[1] // width, segment.handle, run[0], low, high, width, stamp))
-            got += run[1] // width
-        if got or width == 1 or not blocks:
-            return got, rows
-        middle = low + width // 2
-        left_got, left = self._place(segment, slot_bytes, blocks, low, middle, stamp)
-        right_got, right = self._place(segment, slot_bytes, left_got, middle, high, stamp)
-        if right_got < left_got:
-            left, _ = self._cut_back(left, right_got, slot_bytes)
-        return right_got, left + right

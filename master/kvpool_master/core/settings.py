@@ -12,6 +12,8 @@ _MAY_BE_ZERO = (
     "recovery_ms",
     "unclaimed_ms",
     "orphan_grace_ms",
+    "ramp_ms",
+    "copy_hits_min",
 )
 
 
@@ -61,13 +63,34 @@ class Settings:
     gone_ring_blocks_max: int = 65_536
     """How many blocks the ring of the gone remembers."""
 
+    # placement
+    spread_run_bytes: int = 768 << 20
+    """A writer whose own node takes no more, or who has none, writes runs of about this size, each to a node chosen."""
+    ramp_ms: int = 60_000
+    """A node that joins empty gets its full share of others' writes so long after."""
+
+    # copies between nodes: replicas, moves of a drain
+    copies_per_node_max: int = 4
+    """Copies that one node carries out at a time."""
+    copy_run_bytes_max: int = 64 << 20
+    copy_ms: int = 60_000
+    """A copy that is not confirmed for so long is given up."""
+    copy_hits_min: int = 0
+    """Runs hit so often from one other node are copied there; 0: never."""
+
+    # rights
+    quotas_max: int = 1024
+    """Tenants with a quota."""
+
     # space
     bind_ahead_permille: int = 500
     """Free slots of a size that is in use are kept bound up to this share of a segment."""
 
     # background work of one Tick
     tick_spans_max: int = 500
-    """Spans of retired nodes and purged namespaces handled in one Tick."""
+    """Spans of purged namespaces, of inventories and of draining nodes handled in one Tick."""
+    retire_spans_max: int = 200
+    """Spans of retired nodes taken apart in one Tick: some 30 us each, during which nobody is answered."""
 
     # recovery
     inventories_max: int = 4
@@ -85,6 +108,12 @@ class Settings:
     heartbeat_ms: int = 1_000
     suspect_ms: int = 5_000
     retire_ms: int = 60_000
+    report_window_ms: int = 10_000
+    """Reports of two hosts within this time make a node suspect."""
+    report_hold_ms: int = 10_000
+    """How long a node that was reported stays suspect after the last report, although it sends heartbeats."""
+    probe_ms: int = 2_000
+    """A node that was reported and does not answer on its session for so long is suspect."""
     stall_ms: int = 2_000
     """A Tick later than this moves all liveness deadlines by the delay."""
 

@@ -70,6 +70,16 @@ class PoolCounters:
     inventories_completed: int = 0
     inventories_failed: int = 0
     """Given up, since they made no progress."""
+    nodes_reported: int = 0
+    """Times that a node became suspect by reports of workers, or since it did not answer a probe."""
+    moved_blocks: int = 0
+    """Blocks of draining nodes that were moved to others (a block whose parts were moved apart counts for each)."""
+    replicated_blocks: int = 0
+    """Blocks of which a copy was made on another node, in the same way."""
+    copies_failed: int = 0
+    """Orders of CopySlots that ended with fewer blocks than asked for, or with no answer."""
+    spilled_blocks: int = 0
+    """Block parts granted on another node than the writer's."""
     stalls: int = 0
     """Ticks so late that liveness deadlines were moved."""
 
@@ -116,12 +126,25 @@ class NodeSnapshot:
     node: str
     incarnation: int
     state: str
-    """"up" or "suspect"."""
+    """"up", "ramp" (up, joined lately), "draining", "drained" (it may stop) or "suspect"."""
     state_reason: str
     heartbeat_age_ms: int
     inventory: str
     """"none" (nothing to report, or all of it is here), "waiting", "arriving" or "failed"."""
     segments: tuple[SegmentSnapshot, ...]
+    data_address: str = ""
+    drain_left_blocks: int = 0
+    """Of a draining node: blocks, leases and copies that it still waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSnapshot:
+    """bytes: slots held by its namespaces. quota_bytes: 0 for none. over_quota: reservations answered so."""
+
+    tenant: str
+    bytes: int
+    quota_bytes: int
+    over_quota: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,4 +162,7 @@ class Snapshot:
     ready: bool = True
     """Every known node has reported, or its time was over."""
     recovery: str = ""
+    tenants: tuple[TenantSnapshot, ...] = ()
+    copies_open: int = 0
+    """Orders of CopySlots that are not answered."""
     """For people: what is still awaited."""

@@ -17,11 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain as flatten
 from itertools import repeat
 from struct import iter_unpack
+from typing import TYPE_CHECKING
 
 from kvpool_master.core import extents as ex
 from kvpool_master.core.leases import Lease
 from kvpool_master.core.snapshot import NamespaceCounters
 from kvpool_proto.namespace import NamespaceSpec
+
+if TYPE_CHECKING:
+    from kvpool_master.core.eviction import Quota
 
 FEW_CHILDREN = 8
 """Up to so many children are searched one by one: a tuple takes a fifth of a dict's memory."""
@@ -46,10 +50,15 @@ class Tree:
         "key_bytes",
         "namespace",
         "orphans",
+        "part_bytes",
         "parts",
+        "quota",
+        "replica_bytes",
+        "replicas",
         "root",
         "slot_bytes",
         "spans",
+        "tenant",
     )
 
     def __init__(self, spec: NamespaceSpec, namespace: bytes, counters: NamespaceCounters) -> None:
@@ -58,6 +67,7 @@ class Tree:
         self.key_bytes = spec.key_bytes
         self.parts = spec.parts
         self.full = (1 << spec.parts) - 1
+        self.part_bytes = spec.part_bytes
         self.slot_bytes = spec.slot_bytes
         self.anywhere = spec.entry == "any"
         """Chains may start anywhere."""
@@ -73,6 +83,13 @@ class Tree:
         self.bytes = 0
         """Slot bytes that the extents hold."""
         self.spans = 0
+        self.tenant = spec.tenant
+        self.quota: Quota | None = None
+        """Of the tenant, if it has one."""
+        self.replicas = spec.replicas
+        """Copies wanted of each block."""
+        self.replica_bytes = 0
+        """Slot bytes that replicas hold."""
 
     def index_keys(self, keys: bytes, span: Span) -> None:
         """Let the index find `keys` in `span`; nothing where entry is root."""

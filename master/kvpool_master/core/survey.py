@@ -7,8 +7,9 @@ from sys import getsizeof
 from typing import TYPE_CHECKING
 
 from kvpool_master.core.liveness import Node
+from kvpool_master.core.messages import Reason
 from kvpool_master.core.segments import Segment
-from kvpool_master.core.snapshot import NamespaceSnapshot, NodeSnapshot, SegmentSnapshot, Snapshot
+from kvpool_master.core.snapshot import NamespaceSnapshot, NodeSnapshot, SegmentSnapshot, Snapshot, TenantSnapshot
 from kvpool_master.core.spans import Span
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def take_snapshot(pool: Pool, now_ms: int) -> Snapshot:
     return Snapshot(
         epoch=pool.epoch,
         namespaces=namespaces,
-        nodes=tuple(_node(node, now_ms) for node in pool.liveness.nodes.values()),
+        nodes=tuple(_node(pool, node, now_ms) for node in pool.liveness.nodes.values()),
         leases=len(pool.leases),
         reservations=len(pool.writes.open),
         ring_blocks=pool.forest.ring.blocks,
@@ -44,18 +45,35 @@ def take_snapshot(pool: Pool, now_ms: int) -> Snapshot:
         counters=pool.counters,
         ready=pool.recovery.ready,
         recovery=pool.recovery.describe(),
+        tenants=_tenants(pool),
+        copies_open=len(pool.copies.open),
     )
 
 
-def _node(node: Node, now_ms: int) -> NodeSnapshot:
+def _tenants(pool: Pool) -> tuple[TenantSnapshot, ...]:
+    held: dict[str, list[int]] = {tenant: [0, 0] for tenant in pool.quotas.limits}
+    for namespace in pool.namespaces.values():
+        sums = held.setdefault(namespace.spec.tenant, [0, 0])
+        sums[0] += namespace.tree.bytes + namespace.tree.replica_bytes
+        sums[1] += namespace.counters.short_reserves.get(Reason.OVER_QUOTA, 0)
+    limits = pool.quotas.limits
+    return tuple(
+        TenantSnapshot(tenant, size, limits[tenant].limit_bytes if tenant in limits else 0, over)
+        for tenant, (size, over) in held.items()
+    )
+
+
+def _node(pool: Pool, node: Node, now_ms: int) -> NodeSnapshot:
     return NodeSnapshot(
         node=node.name,
         incarnation=node.incarnation,
-        state="up" if node.up else "suspect",
+        state=node.state(now_ms),
         state_reason=node.reason,
         heartbeat_age_ms=max(0, now_ms - node.heartbeat_ms),
         inventory="none" if node.inventory is None else node.inventory.state.value,
         segments=tuple(_segment(segment) for segment in node.segments),
+        data_address=node.data_address,
+        drain_left_blocks=pool.drains.left(node) if node.draining else 0,
     )
 
 

@@ -6,6 +6,9 @@ Rules
   - A part of a reservation ends by its writer's word (final commit, own abort), by a scheduler's abort, by expiry,
     by a purge, or with its writer's process. Without the writer's word its slots go to quarantine, since the writer
     may still copy; they come back with the word, the end of the process, or quarantine_ms later.
+  - Slots on another node than the writer's are written by that node's data port. Only the writer's word frees them at
+    once; else their node ends what is written there, clears their headers and answers (clearing.py).
+  - A put in shares is a reservation for each share; its key is the id and the share's number.
   - An ended reservation is remembered for a while: the same commit again gets the same answer, more is refused.
 """
 
@@ -14,110 +17,32 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from kvpool_master.core import extents as ex
+from kvpool_master.core.clearing import Clearing
 from kvpool_master.core.forest import Forest, detach_piece
 from kvpool_master.core.leases import DeadlineHeap, Remembered
-from kvpool_master.core.messages import Commit, Committed, Reserve, Reserved
+from kvpool_master.core.messages import Commit, Committed
+from kvpool_master.core.reservation import SHARE_BYTES, Reservation
 from kvpool_master.core.segments import Space
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import PoolCounters
-from kvpool_master.core.spans import Piece, Span, Tree, Writer
+from kvpool_master.core.spans import Piece, Span, Tree
 from kvpool_proto.errors import CommitTooLarge, PartOutOfRange, ReservationEnded, UnknownReservation
-
-
-class Reservation(Writer):
-    """One put. Masks have a bit per part of the namespace."""
-
-    __slots__ = (
-        "answer",
-        "deadline_ms",
-        "done",
-        "ended",
-        "granted",
-        "id",
-        "lost",
-        "mark",
-        "mask",
-        "nodes",
-        "parts",
-        "quarantine_end_ms",
-        "quarantined",
-        "remember_until_ms",
-        "stamp",
-        "tree",
-        "worker",
-        "workers",
-    )
-
-    def __init__(self, command: Reserve, tree: Tree, stamp: int) -> None:
-        super().__init__()
-        self.id = command.reservation
-        self.tree = tree
-        self.stamp = stamp
-        self.mask = (1 << command.part_to) - (1 << command.part_from)
-        self.parts = range(command.part_from, command.part_to)
-        self.nodes = command.nodes
-        self.worker = command.worker
-        self.workers: dict[int, int] | None = None
-        """Workers that committed a part of a reservation that a scheduler made."""
-        self.mark = mark_of(command)
-        self.answer: Reserved | None = None
-        self.granted: list[tuple[int, int]] = []
-        """Blocks granted: (mask of parts, blocks), each mask once."""
-        self.done = [0] * len(self.parts)
-        """Blocks committed, by part; see `written`."""
-        self.lost: dict[int, int] | None = None
-        """Of these, removed meanwhile, by part."""
-        self.ended = 0
-        self.deadline_ms = 0
-        self.remember_until_ms = 0
-        self.quarantined = b""
-        self.quarantine_end_ms = 0
-
-    def granted_blocks(self, part: int) -> int:
-        """How many blocks of a part are this reservation's."""
-        return sum([blocks for mask, blocks in self.granted if mask >> part & 1])
-
-    def grant(self, mask: int, blocks: int) -> None:
-        """Note that blocks of the parts in `mask` are this reservation's."""
-        for at, (known, before) in enumerate(self.granted):
-            if known == mask:
-                self.granted[at] = (mask, before + blocks)
-                return
-        self.granted.append((mask, blocks))
-
-    def written(self, part: int) -> int:
-        """How many of a part's blocks are committed."""
-        return self.done[part - self.parts.start]
-
-    def lost_blocks(self, part: int) -> int:
-        """How many of a part's committed blocks had been removed before."""
-        return self.lost.get(part, 0) if self.lost else 0
-
-    def worker_of(self, part: int) -> int:
-        """The process that writes a part, 0 if it is not known."""
-        return self.workers.get(part, self.worker) if self.workers else self.worker
-
-    def node_of(self, part: int) -> str:
-        """The node that the part's writer named; empty if it named none."""
-        if len(self.nodes) <= 1:
-            return self.nodes[0] if self.nodes else ""
-        return self.nodes[part - self.parts.start]
-
-
-def mark_of(command: Reserve) -> int:
-    """What makes a second Reserve with the same id a retry of the first."""
-    return hash((command.namespace, command.chain, command.part_from, command.part_to))
 
 
 class Writes:
     """Open reservations, those that ended, and their quarantine."""
 
-    def __init__(self, settings: Settings, space: Space, forest: Forest, counters: PoolCounters) -> None:
+    def __init__(
+        self, settings: Settings, space: Space, forest: Forest, clearing: Clearing, counters: PoolCounters
+    ) -> None:
+        self._clearing = clearing
         self._settings = settings
         self._space = space
         self._forest = forest
         self._counters = counters
         self.open: dict[bytes, Reservation] = {}
+        self.shared: dict[bytes, set[bytes]] = {}
+        """By id, the keys of the shares that are open."""
         self.deadlines = DeadlineHeap()
         self.ended: OrderedDict[bytes, Reservation] = OrderedDict()
         self.quarantine: dict[bytes, Reservation] = {}
@@ -128,8 +53,10 @@ class Writes:
         settings = self._settings
         term = min(settings.write_min_ms + size_bytes // settings.write_bytes_per_ms, settings.write_max_ms)
         reservation.deadline_ms = now_ms + term
-        self.open[reservation.id] = reservation
-        self.deadlines.push(reservation.deadline_ms, reservation.id)
+        self.open[reservation.key] = reservation
+        if reservation.key != reservation.id:
+            self.shared.setdefault(reservation.id, set()).add(reservation.key)
+        self.deadlines.push(reservation.deadline_ms, reservation.key)
         self._counters.reservations_opened += 1
         return term
 
@@ -141,8 +68,7 @@ class Writes:
 
     def commit(self, command: Commit, now_ms: int) -> Committed:
         """See messages.Commit."""
-        found = self.open.get(command.reservation) or self.ended.get(command.reservation)
-        found = found or self.quarantine.get(command.reservation)
+        found = self._found(command.reservation, command.share)
         if found is None:
             raise UnknownReservation("no such reservation, or it ended long ago")
         parts = range(command.part_from, command.part_to)
@@ -159,7 +85,7 @@ class Writes:
         refused = [part for part in parts if found.ended >> part & 1 and command.blocks > found.written(part)]
         if refused:
             raise ReservationEnded(f"parts {refused} of the reservation have ended: expired, aborted or purged")
-        if found.id in self.open:
+        if found.key in self.open:
             for part in parts:
                 if command.worker and command.worker != found.worker:
                     found.workers = {**(found.workers or {}), part: command.worker}
@@ -169,6 +95,20 @@ class Writes:
                 self.give_up(found, asked, word=True)
             self._close_if_over(found, now_ms)
         return Committed(min(map(found.written, parts)), max(map(found.lost_blocks, parts)))
+
+    def _found(self, ident: bytes, share: int) -> Reservation | None:
+        """The reservation of an id, or its share, open or remembered."""
+        shared = ident + share.to_bytes(SHARE_BYTES) if 0 <= share < 1 << 8 * SHARE_BYTES else ident
+        for key in (ident, shared) if share == 0 else (shared,):
+            found = self.open.get(key) or self.ended.get(key) or self.quarantine.get(key)
+            if found is not None:
+                return found
+        return None
+
+    def of(self, ident: bytes) -> Reservation | None:
+        """Some reservation of an id, in shares or not."""
+        keys = (ident, *self.shared.get(ident, ()))
+        return next((found for key in keys if (found := self.open.get(key)) is not None), self._found(ident, 0))
 
     def _advance(self, reservation: Reservation, part: int, total: int) -> None:
         """Commit one part up to `total` of its granted blocks."""
@@ -238,7 +178,6 @@ class Writes:
 
     def give_up(self, reservation: Reservation, mask: int, *, word: bool) -> None:
         """End parts of an open reservation: what is not committed goes, to quarantine unless the writer says so."""
-        slot_bytes = reservation.tree.slot_bytes
         reservation.ended |= mask & reservation.mask
         left: list[ex.Record] = []
         for piece in list(reservation.pieces):
@@ -251,29 +190,35 @@ class Writes:
                 self._forest.changed(span)
             elif not piece.mask and not piece.lost:
                 reservation.pieces.remove(piece)
-        if not left:
-            return
-        self._space.charge(left, slot_bytes, "reserved_bytes", -1)
+        self._let_go(reservation, left, word=word)
+
+    def _let_go(self, reservation: Reservation, rows: list[ex.Record], *, word: bool) -> None:
+        """Slots of an open reservation that no span holds any more: free by the writer's word, else not yet."""
+        slot_bytes = reservation.tree.slot_bytes
+        self._space.charge(rows, slot_bytes, "reserved_bytes", -1)
         if word:
-            self._space.give(left, slot_bytes)
-        else:
-            self._space.charge(left, slot_bytes, "quarantined_bytes", 1)
-            reservation.quarantined += b"".join([ex.pack(*row) for row in left])
-            self.quarantine[reservation.id] = reservation
+            self._space.give(rows, slot_bytes)
+            return
+        here = [row for row in rows if self._is_local(reservation, row)]
+        if len(here) < len(rows):
+            self._clearing.later([row for row in rows if row not in here], slot_bytes)
+        if here:
+            self._space.charge(here, slot_bytes, "quarantined_bytes", 1)
+            reservation.quarantined += b"".join([ex.pack(*row) for row in here])
+            self.quarantine[reservation.key] = reservation
+
+    def _is_local(self, reservation: Reservation, row: ex.Record) -> bool:
+        """Whether the writer maps the row's segment, as far as is known."""
+        return reservation.node_of(row[4]) in ("", self._space.segments[row[2]].node)
 
     def displace(self, span: Span, mask: int) -> None:
         """A complete copy of these parts has come back: who writes them anew does so for nothing, as commit tells."""
-        slot_bytes = span.tree.slot_bytes
         for piece in list(span.writers or ()):
             pending = piece.mask & mask
             if pending:
                 reservation = piece.reservation
                 assert isinstance(reservation, Reservation)
-                rows = self._forest.strip(span, pending)
-                self._space.charge(rows, slot_bytes, "reserved_bytes", -1)
-                self._space.charge(rows, slot_bytes, "quarantined_bytes", 1)
-                reservation.quarantined += b"".join([ex.pack(*row) for row in rows])
-                self.quarantine[reservation.id] = reservation
+                self._let_go(reservation, self._forest.strip(span, pending), word=False)
                 detach_piece(piece, pending, lost=True)
 
     def _leave_quarantine(self, reservation: Reservation, mask: int) -> None:
@@ -283,7 +228,7 @@ class Writes:
         self._space.charge(rows, slot_bytes, "quarantined_bytes", -1)
         self._space.give(rows, slot_bytes)
         if not reservation.quarantined:
-            self.quarantine.pop(reservation.id, None)
+            self.quarantine.pop(reservation.key, None)
 
     def _close_if_over(self, reservation: Reservation, now_ms: int) -> None:
         if reservation.pieces and reservation.ended != reservation.mask:
@@ -295,26 +240,41 @@ class Writes:
         self._close(reservation, now_ms)
 
     def _close(self, reservation: Reservation, now_ms: int) -> None:
-        del self.open[reservation.id]
+        del self.open[reservation.key]
+        if reservation.key != reservation.id:
+            keys = self.shared[reservation.id]
+            keys.discard(reservation.key)
+            if not keys:
+                del self.shared[reservation.id]
         reservation.ended = reservation.mask
         reservation.answer = None
         reservation.remember_until_ms = now_ms + self._settings.remember_ms
         reservation.quarantine_end_ms = now_ms + self._settings.quarantine_ms
-        self.ended[reservation.id] = reservation
+        self.ended[reservation.key] = reservation
         if len(self.ended) > self._settings.remembered_ids_max:
             self.ended.popitem(last=False)
 
-    def abort(self, ident: bytes, mask: int | None, *, writer: bool, now_ms: int) -> bool:
-        """Give up parts (None: all). False, and remembered, when nothing of that id is open."""
-        reservation = self.open.get(ident)
-        over = self.quarantine.get(ident)
+    def abort(self, ident: bytes, mask: int | None, *, writer: bool, share: int, now_ms: int) -> bool:
+        """Give up parts (None: all), of all shares unless `writer` speaks for its own.
+
+        False, and remembered, when nothing of that id is open.
+        """
+        if writer:
+            found = self._found(ident, share)
+            return self._abort(ident, ident if found is None else found.key, mask, writer=True, now_ms=now_ms)
+        keys = sorted(self.shared.get(ident, ())) or [ident]
+        return sum(self._abort(ident, key, mask, writer=False, now_ms=now_ms) for key in keys) > 0
+
+    def _abort(self, ident: bytes, key: bytes, mask: int | None, *, writer: bool, now_ms: int) -> bool:
+        reservation = self.open.get(key)
+        over = self.quarantine.get(key)
         known = reservation or over
         if known is not None and mask is not None and mask & ~known.mask:
             raise PartOutOfRange("the parts are not all in the reservation")
         if over is not None and writer:
             self._leave_quarantine(over, over.mask if mask is None else mask)
         if reservation is None:
-            if ident not in self.ended:
+            if key not in self.ended:
                 self.overtaken.add(ident, now_ms)
             return False
         self.give_up(reservation, reservation.mask if mask is None else mask, word=writer)
@@ -332,11 +292,11 @@ class Writes:
                     mask |= 1 << part
             if not mask:
                 continue
+            if reservation.key in self.open:
+                self.give_up(reservation, mask, word=False)  # the data ports of other nodes may not know yet
+                self._close_if_over(reservation, now_ms)
             if reservation.quarantined:
                 self._leave_quarantine(reservation, mask)
-            if reservation.id in self.open:
-                self.give_up(reservation, mask, word=True)
-                self._close_if_over(reservation, now_ms)
 
     def workers(self, node: str) -> set[int]:
         """The workers of a node that write, or that a quarantine waits for."""
@@ -365,10 +325,10 @@ class Writes:
     def sweep(self, now_ms: int) -> None:
         """Free what was long enough in quarantine and forget ids that are old: once a Tick."""
         for reservation in list(self.quarantine.values()):
-            if reservation.id not in self.open and reservation.quarantine_end_ms <= now_ms:
+            if reservation.key not in self.open and reservation.quarantine_end_ms <= now_ms:
                 self._leave_quarantine(reservation, reservation.mask)
         while self.ended and next(iter(self.ended.values())).remember_until_ms <= now_ms:
             self.ended.popitem(last=False)
         live = self.open
-        self.deadlines.rebuild(((one.deadline_ms, one.id) for one in live.values()), len(live))
+        self.deadlines.rebuild(((one.deadline_ms, one.key) for one in live.values()), len(live))
         self.overtaken.expire(now_ms)

@@ -1,0 +1,1 @@
+"""Transfer engines of others, behind our small interface. Each is an extra of the package and off unless asked for."""

@@ -1,0 +1,1 @@
+"""Other nodes' DRAM: the data port of a node client, and what workers do with it."""
