@@ -1,7 +1,7 @@
 """What must be equal for KV to be exchangeable, and its id.
 
-The id is the 16-byte BLAKE2b digest of the canonical spec: the fields below but `entry` and `replicas`, as JSON with sorted
-names, no spaces, ASCII. A mismatch in any field is another namespace, never a partial match.
+The id is the 16-byte BLAKE2b digest of the canonical spec: the fields below but `entry` and `replicas`, as JSON with
+sorted names, no spaces, ASCII. A mismatch in any field is another namespace, never a partial match.
 """
 
 from __future__ import annotations

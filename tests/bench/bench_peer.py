@@ -301,7 +301,7 @@ def figures(total_bytes: int) -> list[Row]:
         for op, name in ((WRITE, "store"), (READ, "load")):
             rows.append(row(f"peer {name}, {case}", found[str(case), op], "GB/s"))
             share = found[str(case), op] / found["raw", op]
-            rows.append(row("  as a share of the plain pair", share, "x", at_least=case.target))
+            rows.append(row(f"peer {name}, {case}, share of the plain pair", share, "x", at_least=case.target))
     if tls is None:
         print("no TLS: the package cryptography is not installed")
     return rows

@@ -13,6 +13,8 @@ from kvpool_master.core.messages import (
     Release,
     Reserve,
     Reserved,
+    SetQuota,
+    Undrain,
 )
 from kvpool_proto.geometry import slots_per_slab
 from property.strategies import SLAB_BYTES
@@ -27,7 +29,7 @@ def finish(machine: CoreMachine) -> None:
     """Release, abort, purge, wait for every deadline: nothing may be left. Then fill the pool to the last slot."""
     with machine.judge.telling():
         _let_go(machine)
-        if machine.judge.model.settings.reserve_share_permille == 1000:
+        if machine.fills and machine.judge.model.settings.reserve_share_permille == 1000:
             _fill(machine)
 
 
@@ -35,14 +37,20 @@ def _let_go(machine: CoreMachine) -> None:
     judge = machine.judge
     if judge.model.leases:
         machine.send(Release(tuple(judge.model.leases)))
-    for key, reservation in list(judge.model.reservations.items()):
+    for reservation in list(judge.model.reservations.values()):
         if not reservation.ended:
-            machine.send(Abort(key, writer=True))
+            machine.send(Abort(reservation.request.reservation, writer=True, share=reservation.share))
     for kind in machine.kinds:
         machine.send(Purge(kind.spec.id))
-    machine.prompt = True
+    machine.prompt = machine.clears = True
+    for tenant in list(judge.model.quotas):
+        machine.send(SetQuota(tenant, 0))
+    for name in sorted(judge.model.draining):
+        machine.send(Undrain(name))
     machine.advance(judge.model.settings.quarantine_ms + 1_000, alive=True, tick=True)
-    judge.settle()
+    for _ in range(2):
+        judge.settle()
+        machine.after()
     while judge.binds:
         machine.bind(0)
     snapshot = judge.snapshot

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvpool_master.core.messages import (
     BindSlab,
-    BlockBad,
+    ClearSlots,
     Command,
     GoneReason,
     Opened,
@@ -21,11 +21,7 @@ from kvpool_master.core.messages import (
     Outcome,
     Peek,
     Peeked,
-    Purge,
-    Purged,
     Reason,
-    Remove,
-    Removed,
     Reserve,
     Retire,
     RetireNode,
@@ -36,9 +32,11 @@ from kvpool_master.core.messages import (
 from kvpool_master.core.settings import Settings
 from kvpool_master.core.snapshot import Snapshot
 from kvpool_proto.errors import KVPoolError
-from property import membership, reading, writing
+from property import copying, membership, reading, removing, sums, writing
 from property.command_list import shown
-from property.naive import Block, Keep, Naive, Ref, spread
+from property.naive import Naive
+from property.places import spread
+from property.records import Block, Keep, Ref
 
 Answer = Outcome | KVPoolError
 NOTHING: frozenset[Ref] = frozenset()
@@ -66,11 +64,19 @@ class Judge:
         self.log: list[str] = []
         self.binds: list[BindSlab] = []
         """Slabs that the nodes were told to bind and have not answered for."""
+        self.clears: dict[int, ClearSlots] = {}
+        self.copies: dict[int, copying.Order] = {}
+        """Orders to clear and to copy that are not answered."""
         self.visible: set[Ref] = set()
         self.unsettled = False
         """Slices of work may be left for later Ticks, so sums may lag."""
+        self.retiring = False
+        """Slices of a node that left may be left: copies there may still be counted."""
+        self.made_room = False
+        """The last command evicted something."""
         self.broken = False
         self._evicted: dict[bytes, int] = {}
+        self._counted = sums.Counted()
         self.snapshot = core.snapshot(0)
 
     def step(self, command: Command) -> Answer:
@@ -99,7 +105,7 @@ class Judge:
             except errors:
                 self.core.check_invariants()
                 self.sweep()
-                self._sums()
+                sums.check_slots(self)
             else:
                 raise AssertionError(f"accepted: {answer}")
 
@@ -112,8 +118,10 @@ class Judge:
             answer = error
             self.log[-1] += f" raised {type(error).__name__}: {error}"
         effects = getattr(answer, "effects", ())
-        membership.clear(self, effects)
+        self.core.check_invariants()
         self.snapshot = self.core.snapshot(self.now_ms)
+        self.made_room = sums.doubt_copies(self)
+        self._evictions(isinstance(command, Reserve | Tick))
         self.model.doubt(self.now_ms)
         membership.observe(self, command, answer, [effect for effect in effects if isinstance(effect, Retire)])
         judge = _JUDGES[type(command)]
@@ -127,10 +135,24 @@ class Judge:
             judge(self, command, answer)
         else:
             judge(self, command, answer)
+            copying.ordered(self, effects)
             self._bind(binds)
-        self._evictions(isinstance(command, Reserve | Tick))
-        self._sums()
+        sums.check(self, command)
+        self._counted.note(self.snapshot)
         return answer
+
+    def counted(self, name: str) -> int:
+        """By how much the last command has raised one of the pool's counters."""
+        return getattr(self.snapshot.counters, name) - getattr(self._counted, name)
+
+    @property
+    def before(self) -> sums.Counted:
+        """What stood before the last command."""
+        return self._counted
+
+    def tenant_bytes(self, tenant: str) -> int:
+        """What the snapshot says that a tenant holds."""
+        return next((one.bytes for one in self.snapshot.tenants if one.tenant == tenant), 0)
 
     # -- blocks ------------------------------------------------------------------------------------------
 
@@ -163,7 +185,7 @@ class Judge:
             elif peeked.blocks:
                 self.visible.add(ref)
                 self._as_written(block, peeked, skip)
-            elif self._hidden(block) and peeked.reason is Reason.NODE_AWAY:
+            elif peeked.reason is Reason.NODE_AWAY and copying.may_hide(model, block):
                 continue
             elif peeked.reason is Reason.CONFLICT and model.contradicted(ref):
                 for cell in block.cells():
@@ -175,7 +197,8 @@ class Judge:
             assert gone <= set(may) | set(must), f"vanished for no reason: {gone - set(may) - set(must)}"
         for ref in gone:
             if evicting is None:
-                for cell in model.blocks[ref].cells():
+                block = model.blocks[ref]
+                for cell in [*block.copies, *block.cells()]:
                     model.detach(cell, Keep.LOOSE)
             else:
                 self._evict(ref, gone, evicting)
@@ -190,32 +213,30 @@ class Judge:
         return block.stored() and all(cell.sure for cell in block.cells())
 
     def _as_written(self, block: Block, peeked: Peeked, skip: int) -> None:
-        assert not self._hidden(block), f"{block.ref} is visible while its node is away"
         assert (peeked.blocks, peeked.reason) == (1, Reason.NONE), peeked
-        expected = {(skip, cell.part): (cell.place, cell.stamp) for cell in block.cells()}
-        assert spread(peeked.extents) == expected, f"{block.ref} lies elsewhere"
-        for cell in block.cells():
-            cell.sure = True
-
-    def _hidden(self, block: Block) -> bool:
-        segments = self.model.segments
-        return any(not self.model.nodes[segments[cell.place[0]].node].up for cell in block.cells())
+        places = spread(peeked.extents)
+        assert set(places) == {(skip, part) for part in range(len(block.parts))}
+        for (_, part), (place, stamp) in places.items():
+            copying.seen(self, block, part, place, stamp)
 
     def _evict(self, ref: Ref, gone: set[Ref], own: set[Ref]) -> None:
         model = self.model
-        cells = model.blocks[ref].cells()
+        block = model.blocks[ref]
+        cells = block.everything()
         assert ref not in own, f"evicted from the chain that is being stored: {ref}"
         for lease in model.leases.values():
             if self.now_ms < lease.deadline_ms:
                 assert not set(cells) & set(lease.pinned), f"evicted under a lease: {ref}"
-        for other, block in model.blocks.items():
+        for other, behind in model.blocks.items():
             if other in gone or ref not in model.before(other):
                 continue
-            assert not self.sure(block), f"evicted {ref} although {other} follows it"
-            for cell in block.cells():
+            assert not self.sure(behind), f"evicted {ref} although {other} follows it"
+            for cell in behind.cells():
                 live = cell.keep is Keep.WRITING and self.now_ms < model.reservations[cell.reservation].deadline_ms
                 assert not live, f"evicted {ref} although {other} is being written behind it"
-        for cell in cells:
+        for copy in list(block.copies):
+            model.detach(copy, Keep.LOOSE)  # it may have gone before, and wait for a reader
+        for cell in block.cells():
             model.forget(cell)
 
     def _explained(self, ref: Ref, reason: GoneReason) -> None:
@@ -231,31 +252,10 @@ class Judge:
     def _evictions(self, allowed: bool) -> None:
         for space in self.snapshot.namespaces:
             evicted = space.counters.gone_blocks.get(GoneReason.EVICTED, 0)
-            assert allowed or evicted == self._evicted.get(space.id, 0), "evicted by another command"
+            before = self._evicted.get(space.id, 0)
+            assert allowed or evicted == before, "evicted by another command"
+            self.made_room |= evicted != before
             self._evicted[space.id] = evicted
-
-    # -- sums --------------------------------------------------------------------------------------------
-
-    def _sums(self) -> None:
-        model, now_ms, snapshot = self.model, self.now_ms, self.snapshot
-        for node in snapshot.nodes:
-            for segment in node.segments:
-                cells = [cell for cell in model.held.values() if cell.place[0] == segment.handle]
-                sure = sum(cell.slot_bytes for cell in cells if model.surely_held(cell, now_ms))
-                most = sum(cell.slot_bytes for cell in cells)
-                assert sure <= segment.used_bytes <= most, f"{segment} but held {sure}..{most} bytes"
-                open_bytes = sum(cell.slot_bytes for cell in cells if cell.keep is Keep.WRITING)
-                assert segment.reserved_bytes <= open_bytes, f"{segment} but reserved {open_bytes}"
-        if not self.unsettled:
-            for space in snapshot.namespaces:
-                blocks = [block for block in model.blocks.values() if block.ref[0] == space.id and block.stored()]
-                sure = sum(self.sure(block) for block in blocks)
-                assert sure <= space.blocks <= len(blocks), f"{space} but stored {sure}..{len(blocks)}"
-        for what, count, most, sure in (
-            ("leases", snapshot.leases, len(model.leases), reading.sure_leases(model, now_ms)),
-            ("reservations", snapshot.reservations, *writing.open_reservations(model, now_ms)),
-        ):
-            assert sure <= count <= most, f"{count} {what}, expected {sure}..{most}"
 
     def settle(self) -> None:
         """Tick until nothing is left in slices, then everything that may be free must be free."""
@@ -268,11 +268,11 @@ class Judge:
                 break
         else:
             raise AssertionError("Ticks at one time never come to rest")
-        self.unsettled = False
+        self.unsettled = self.retiring = False
         if not self.model.leases:
             for cell in [cell for cell in self.model.held.values() if cell.keep is Keep.LOOSE]:
                 self.model.forget(cell)
-            self._sums()
+            sums.check_slots(self)
 
     def _state(self) -> list[object]:
         spaces = [(space.blocks, space.bytes, space.spans) for space in self.snapshot.namespaces]
@@ -305,77 +305,10 @@ def _open(judge: Judge, command: OpenNamespace, answer: Answer) -> None:
 def _tick(judge: Judge, command: Tick, answer: Answer) -> None:
     assert not isinstance(answer, KVPoolError)
     judge.sweep(evicting=set())
+    sums.check_shrinking(judge)
+    copying.expire(judge)
     reading.expire(judge.model, judge.now_ms)
     writing.expire(judge.model, judge.now_ms)
-
-
-def _purge(judge: Judge, command: Purge, answer: Answer) -> None:
-    assert isinstance(answer, Purged)
-    model = judge.model
-    blocks = [block for ref, block in model.blocks.items() if ref[0] == command.namespace]
-    stored = [block for block in blocks if block.stored()]
-    assert sum(judge.sure(block) for block in stored) <= answer.blocks
-    assert judge.unsettled or answer.blocks <= len(blocks)
-    for reservation in model.reservations.values():
-        if reservation.request.namespace == command.namespace and not reservation.ended:
-            model.give_up(reservation, reservation.granted, judge.now_ms, word=False)
-            model.end_if_over(reservation, "purged", judge.now_ms)
-    for block in blocks:
-        for cell in block.cells():
-            model.detach(cell, Keep.LOOSE)
-    judge.unsettled = True
-    judge.sweep()
-
-
-def _remove(judge: Judge, command: Remove, answer: Answer) -> None:
-    assert isinstance(answer, Removed)
-    model = judge.model
-    chain = model.refs(command.namespace, command.chain)
-    refs = chain[command.skip :]
-    blocks = [model.blocks[ref] for ref in refs if ref in model.blocks]
-    must: set[Ref] = set()
-    for index, ref in enumerate(refs):
-        if index and model.specs[ref[0]].entry == "any" and model.links.get(ref) != refs[index - 1]:
-            break
-        if model.contradicted(ref) or (command.skip and not model.claims.get(ref, set()) <= {chain[command.skip - 1]}):
-            break
-        if ref in model.blocks and judge.sure(model.blocks[ref]):
-            must.add(ref)
-    for block in blocks:
-        if not block.stored() and not model.written(block, judge.now_ms):
-            _doubt(block)
-    gone = judge.sweep(may=refs, must=must, reason=GoneReason.REMOVED)
-    most = len(refs) if judge.unsettled else len(blocks)
-    assert len(gone) <= answer.blocks <= most, f"removed {len(gone)}..{most}"
-
-
-def _bad(judge: Judge, command: BlockBad, answer: Answer) -> None:
-    assert isinstance(answer, Removed)
-    model = judge.model
-    ref = model.refs(command.namespace, command.chain)[-1]
-    block = model.blocks.get(ref)
-    bad = [cell for cell in block.cells() if cell.stamp == command.stamp] if block else []
-    if block is None or not bad:
-        judge.sweep()
-        assert answer.blocks <= judge.unsettled
-        return
-    if not judge.sure(block) or model.contradicted(ref):
-        _doubt(block)
-        judge.sweep()
-        return
-    for cell in bad:
-        model.detach(cell, Keep.LOOSE)
-    block.alone_since_ms = judge.now_ms
-    _doubt(block)  # the core may keep the other parts for a grace, or hide the block as one
-    judge.sweep()
-    assert answer.blocks == 1
-
-
-def _doubt(block: Block) -> None:
-    """The core may have taken its committed parts along."""
-    for cell in block.cells():
-        if cell.keep is Keep.STORED:
-            cell.sure = False
 
 
 def _worker_gone(judge: Judge, command: WorkerGone, answer: Answer) -> None:
@@ -389,11 +322,11 @@ _JUDGES: dict[type, Callable[[Judge, Any, Any], None]] = {
     SessionLost: _plain,
     RetireNode: _plain,
     Tick: _tick,
-    Purge: _purge,
-    Remove: _remove,
-    BlockBad: _bad,
     WorkerGone: _worker_gone,
+    **copying.JUDGES,
     **membership.JUDGES,
     **reading.JUDGES,
+    **removing.JUDGES,
+    **sums.JUDGES,
     **writing.JUDGES,
 }

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvpool_master.core.messages import (
-    ClearSlots,
     Command,
-    Effect,
+    Done,
+    Drain,
     Heartbeat,
+    NodeReported,
     Outcome,
+    ProbeAnswered,
+    ProbeNode,
     Register,
     Registered,
+    Remember,
+    ReportNode,
     Retire,
     RetireNode,
     SessionLost,
     SlabBound,
-    SlotsCleared,
     Tick,
+    Undrain,
 )
 from kvpool_proto.errors import KVPoolError, NodeIdTaken, StaleIncarnation, UnknownNode, UnknownSegment
-from property.naive import Node, Segment, Slab
+from property import copying
+from property.records import Node, Segment, Slab
 
 if TYPE_CHECKING:
+    from kvpool_master.core.snapshot import NodeSnapshot
     from property.judge import Judge
 
 Answer = Outcome | KVPoolError
@@ -44,28 +51,45 @@ def observe(judge: Judge, command: Command, answer: Answer, retired: list[Retire
         state = shown[name]
         assert state.incarnation == node.incarnation
         assert tuple(segment.handle for segment in state.segments) == node.handles
-        node.up = state.state == "up"
+        node.up = state.state != "suspect"
+        node.drained = state.state == "drained"
         if node.up:
-            assert not node.lost, f"{name} is up although its session broke"
-            late = isinstance(command, Tick) and settings.stall_ms > 1 << 30 and silent_ms >= settings.suspect_ms
-            assert not late, f"{name} is up after {silent_ms} ms of silence"
+            _check_up(judge, command, name, state)
         else:
-            assert node.lost or silent_ms >= settings.suspect_ms, f"{name} is suspect too early"
+            _unanswered(judge, command, node)
+            assert node.lost or node.reported or silent_ms >= settings.suspect_ms, f"{name} is suspect too early"
     for effect in retired:
         assert effect.node not in model.nodes or model.nodes[effect.node].incarnation > effect.incarnation
 
 
-def clear(judge: Judge, effects: Iterable[Effect]) -> None:
-    """The nodes clear headers at once, also those that are away. The pool is cross-checked before and after."""
-    judge.core.check_invariants()
-    for effect in effects:
-        if isinstance(effect, ClearSlots):
-            judge.core.apply(SlotsCleared(effect.node, 1, effect.order), judge.now_ms)
-            judge.core.check_invariants()
+def _check_up(judge: Judge, command: Command, name: str, state: NodeSnapshot) -> None:
+    """A node that is not suspect may be so, and is what it was told to be."""
+    node, settings, now_ms = judge.model.nodes[name], judge.model.settings, judge.now_ms
+    assert not node.lost, f"{name} is up although its session broke"
+    assert now_ms >= node.held_until_ms, f"{name} is up although it was reported"
+    node.reported = False
+    if isinstance(command, Tick) and settings.stall_ms > 1 << 30:
+        assert now_ms - node.heard_ms < settings.suspect_ms, (
+            f"{name} is up after {now_ms - node.heard_ms} ms of silence"
+        )
+        assert node.probe is None or now_ms < node.probe[1], f"{name} is up, but does not answer"
+    if name in judge.model.draining:
+        assert state.state in ("draining", "drained")
+        assert (state.state == "drained") == (not state.drain_left_blocks)
+    else:
+        assert state.state == ("ramp" if now_ms < node.joined_ms + settings.ramp_ms else "up")
+
+
+def _unanswered(judge: Judge, command: Command, node: Node) -> None:
+    """A Tick finds that a node was asked and did not answer."""
+    if isinstance(command, Tick) and node.probe is not None and judge.now_ms >= node.probe[1]:
+        node.reported, node.probe = True, None
+        node.held_until_ms = judge.now_ms + judge.model.settings.report_hold_ms
 
 
 def _drop(judge: Judge, name: str, node: Node) -> None:
-    judge.unsettled = True
+    judge.unsettled = judge.retiring = True
+    copying.drop(judge, name)
     judge.model.drop_segments(node.handles, judge.now_ms)
     del judge.model.nodes[name]
 
@@ -83,6 +107,44 @@ def _hear(judge: Judge, command: Command, answer: Answer) -> None:
         else:
             node.lost = isinstance(command, SessionLost)
             node.heard_ms = node.heard_ms if node.lost else judge.now_ms
+    elif isinstance(command, ReportNode):
+        _reported(judge, command, answer)
+    elif isinstance(command, Drain | Undrain):
+        _drains(judge, command, answer)
+
+
+def _reported(judge: Judge, command: ReportNode, answer: Answer) -> None:
+    model, now_ms, settings = judge.model, judge.now_ms, judge.model.settings
+    assert isinstance(answer, NodeReported), answer
+    node = model.nodes.get(command.node)
+    strange = bool(command.reporter) and command.reporter not in model.nodes
+    if node is None or command.reporter == command.node or strange:
+        assert answer.effects == ()
+        return
+    node.reports = {host: at for host, at in node.reports.items() if at > now_ms - settings.report_window_ms}
+    node.reports[command.reporter] = now_ms
+    probes = [effect for effect in answer.effects if isinstance(effect, ProbeNode)]
+    if now_ms < node.held_until_ms or len(node.reports) > 1:
+        node.reported, node.held_until_ms = True, now_ms + settings.report_hold_ms
+        assert answer == NodeReported(suspect=True)
+    elif node.up and node.probe is None:
+        (probe,) = probes
+        assert probe.node == command.node
+        node.probe = probe.number, now_ms + settings.probe_ms
+    else:
+        assert not probes, "asked twice"
+
+
+def _drains(judge: Judge, command: Drain | Undrain, answer: Answer) -> None:
+    draining, name = judge.model.draining, command.node
+    if isinstance(answer, KVPoolError):
+        assert isinstance(answer, UnknownNode), answer
+        assert name not in {*judge.model.nodes, *draining}
+        return
+    drains = isinstance(command, Drain)
+    changes = drains != (name in draining)
+    assert answer == Done((Remember(draining=(name, drains)),) if changes else ())
+    (draining.add if drains else draining.discard)(name)
 
 
 def _registered(judge: Judge, command: Register, answer: Registered) -> None:
@@ -90,12 +152,14 @@ def _registered(judge: Judge, command: Register, answer: Registered) -> None:
     old = model.nodes.get(command.node)
     if old is not None and old.incarnation == command.incarnation:
         assert answer.handles == old.handles, "a retry got other handles"
-        old.heard_ms, old.lost = judge.now_ms, False
+        old.heard_ms, old.lost, old.port = judge.now_ms, False, bool(command.data_address)
         return
     if old is not None:
         _drop(judge, command.node, old)
     assert len(answer.handles) == len(command.segments)
-    model.nodes[command.node] = Node(command.incarnation, answer.handles, judge.now_ms)
+    model.nodes[command.node] = Node(
+        command.incarnation, answer.handles, judge.now_ms, port=bool(command.data_address), joined_ms=judge.now_ms
+    )
     for handle, offer in zip(answer.handles, command.segments, strict=True):
         assert handle not in model.segments, "a handle given twice"
         slabs = [Slab() for _ in range(offer.size_bytes // offer.slab_bytes)]
@@ -124,7 +188,30 @@ def _heartbeat(judge: Judge, command: Heartbeat, answer: Answer) -> None:
         assert isinstance(answer, StaleIncarnation)
     else:
         assert not isinstance(answer, KVPoolError)
-        assert node.up
+        assert node.up == (judge.now_ms >= node.held_until_ms)
+    judge.sweep()
+
+
+def _report(judge: Judge, command: ReportNode, answer: Answer) -> None:
+    assert isinstance(answer, NodeReported), answer
+    node = judge.model.nodes.get(command.node)
+    if command.node != command.reporter:
+        assert answer.suspect == (node is not None and not node.up)
+    judge.sweep()
+
+
+def _answered(judge: Judge, command: ProbeAnswered, answer: Answer) -> None:
+    node = judge.model.nodes.get(command.node)
+    if node is None or node.incarnation != command.incarnation:
+        assert isinstance(answer, UnknownNode | StaleIncarnation)
+    else:
+        assert not isinstance(answer, KVPoolError)
+        if node.probe is not None and node.probe[0] == command.number:
+            node.probe = None
+    judge.sweep()
+
+
+def _drain(judge: Judge, command: Drain | Undrain, answer: Answer) -> None:
     judge.sweep()
 
 
@@ -146,4 +233,8 @@ JUDGES: dict[type, Callable[[Judge, Any, Any], None]] = {
     Register: _register,
     Heartbeat: _heartbeat,
     SlabBound: _bound,
+    ReportNode: _report,
+    ProbeAnswered: _answered,
+    Drain: _drain,
+    Undrain: _drain,
 }

@@ -9,119 +9,17 @@ the core may go on with it or drop it, and the next answer tells.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import pairwise
 
 from kvpool_master.core.extents import extents
-from kvpool_master.core.messages import BindSlab, Parent, Reserve, Reserved
+from kvpool_master.core.messages import BindSlab, Parent
 from kvpool_master.core.settings import Settings
 from kvpool_proto.geometry import slot_bytes_for, slots_per_slab
 from kvpool_proto.namespace import NamespaceSpec
+from property.places import Place
+from property.records import Block, Cell, Keep, Lease, Node, Ref, Reservation, Segment, Slab
 
-Ref = tuple[bytes, bytes]
-"""A block: (namespace, keys of the whole prefix) where entry is root, (namespace, key) where it is any."""
-Place = tuple[int, int]
-"""(segment handle, slot)."""
 ROOT: Ref = (b"", b"")
-
-
-class Keep(Enum):
-    """Why a slot is not free."""
-
-    WRITING = "granted to an open reservation"
-    STORED = "committed part of a block"
-    QUARANTINE = "given up without the writer's word"
-    LOOSE = "hidden: free when no lease covers it"
-
-
-@dataclass(eq=False, slots=True)
-class Cell:
-    """One part of one block in one slot. sure = False: the core may have dropped it."""
-
-    ref: Ref
-    part: int
-    place: Place
-    stamp: int
-    slot_bytes: int
-    reservation: bytes
-    keep: Keep = Keep.WRITING
-    until_ms: int = 0
-    """QUARANTINE: surely held until then, surely free at a Tick after free_by_ms."""
-    free_by_ms: int = 0
-    sure: bool = True
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """A block of which at least one part has a slot. alone_since_ms: when its last writer went."""
-
-    ref: Ref
-    parts: list[Cell | None]
-    alone_since_ms: int = 0
-
-    def cells(self) -> list[Cell]:
-        return [cell for cell in self.parts if cell is not None]
-
-    def stored(self) -> bool:
-        """Every part is committed."""
-        return all(cell is not None and cell.keep is Keep.STORED for cell in self.parts)
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    asked: tuple[bytes, bytes, int]
-    """Namespace, chain, skip."""
-    born_ms: int
-    deadline_ms: int
-    hit: list[Cell]
-    pinned: list[Cell]
-    """The hit and all before it."""
-    doubtful: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Reservation:
-    request: Reserve
-    reply: Reserved
-    deadline_ms: int
-    stamp: int
-    granted: dict[int, list[Cell]]
-    written: dict[int, int]
-    closed: set[int] = field(default_factory=set[int])
-    ended: str = ""
-    ended_ms: int = 0
-    dead: bool = False
-    """Some of its slots are gone with their node."""
-
-    def open_cells(self, part: int) -> list[Cell]:
-        return self.granted[part][self.written[part] :]
-
-
-@dataclass(eq=False, slots=True)
-class Slab:
-    slot_bytes: int = 0
-    """0: never bound."""
-    binding: int = 0
-    """The size it is being bound to, 0: none."""
-
-
-@dataclass(eq=False, slots=True)
-class Segment:
-    node: str
-    slab_bytes: int
-    slabs: list[Slab]
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    incarnation: int
-    handles: tuple[int, ...]
-    heard_ms: int
-    lost: bool = False
-    """The session broke, nothing heard since."""
-    leaving: bool = False
-    up: bool = True
 
 
 class Naive:
@@ -146,6 +44,8 @@ class Naive:
         self.released_early: dict[bytes, int] = {}
         self.aborted_early: dict[bytes, int] = {}
         self.stamp = 0
+        self.draining: set[str] = set()
+        self.quotas: dict[str, int] = {}
 
     # -- blocks ------------------------------------------------------------------------------------------
 
@@ -211,10 +111,12 @@ class Naive:
         if self.leased(cell, now_ms):
             return True
         if cell.keep is Keep.WRITING:
-            return now_ms < self.reservations[cell.reservation].deadline_ms + self.settings.quarantine_ms
+            reservation = self.reservations[cell.reservation]
+            remote = not self.is_local(reservation, cell)
+            return remote or now_ms < reservation.deadline_ms + self.settings.quarantine_ms
         if cell.keep is Keep.QUARANTINE:
             return now_ms < cell.until_ms
-        return cell.keep is Keep.STORED and cell.sure
+        return cell.keep in (Keep.COPYING, Keep.CLEARING) or (cell.keep is Keep.STORED and cell.sure)
 
     def holds(self, cell: Cell) -> bool:
         """The slot has not been freed since it was granted."""
@@ -229,16 +131,35 @@ class Naive:
     def detach(self, cell: Cell, keep: Keep | None) -> None:
         """The part is no longer there; its slot is kept for the reason given, if any."""
         block = self.blocks.get(cell.ref)
-        if block is not None and block.parts[cell.part] is cell:
-            block.parts[cell.part] = None
+        if block is not None and cell in block.copies:
+            block.copies.remove(cell)
+        elif block is not None and block.parts[cell.part] is cell:
+            self._bequeath(block, cell)
             if not block.cells():
                 del self.blocks[cell.ref]
                 self.links.pop(cell.ref, None)
         if keep is not None:
             cell.keep = keep
 
-    def quarantine(self, cell: Cell, since_ms: int, now_ms: int) -> None:
+    def _bequeath(self, block: Block, cell: Cell) -> None:
+        """A part is lost; another copy of it takes its place."""
+        heir = block.parts[cell.part] = next((one for one in block.copies if one.part == cell.part), None)
+        if heir is not None:
+            block.copies.remove(heir)
+            heir.shaky = True
+            self.follow(cell, heir)
+
+    def follow(self, old: Cell, new: Cell) -> None:
+        """Leases that hold a block hold it in its new place."""
+        for lease in self.leases.values():
+            if old in lease.pinned:
+                lease.pinned.append(new)
+
+    def let_go(self, cell: Cell, since_ms: int, now_ms: int) -> None:
         """The writer is out of time since `since_ms`; the core noticed at `now_ms` at the latest."""
+        if not self.is_local(self.reservations[cell.reservation], cell):
+            self.detach(cell, Keep.CLEARING)
+            return
         self.detach(cell, Keep.QUARANTINE)
         cell.until_ms = since_ms + self.settings.quarantine_ms
         cell.free_by_ms = now_ms + self.settings.quarantine_ms
@@ -312,7 +233,9 @@ class Naive:
     def drop_segments(self, handles: Iterable[int], now_ms: int) -> None:
         """A node is gone with all it held."""
         gone = set(handles)
-        for cell in [cell for cell in self.held.values() if cell.place[0] in gone]:
+        lost = [cell for cell in self.held.values() if cell.place[0] in gone]
+        lost.sort(key=lambda cell: cell.ref in self.blocks and cell in self.blocks[cell.ref].cells())
+        for cell in lost:  # further copies first: they are no heirs
             block = self.blocks.get(cell.ref)
             if block is not None:
                 block.alone_since_ms = now_ms
@@ -337,13 +260,20 @@ class Naive:
                 if cell.keep is Keep.WRITING:
                     block = self.blocks[cell.ref]
                     block.alone_since_ms = max(block.alone_since_ms, since_ms)
-                    self.quarantine(cell, since_ms, now_ms)
-                if word:
+                    if word:
+                        self.forget(cell)
+                    else:
+                        self.let_go(cell, since_ms, now_ms)
+                elif word and cell.keep is not Keep.CLEARING:
                     self.forget(cell)
             reservation.closed.add(part)
         for part in reservation.granted:  # one quarantine a reservation: it starts anew with what is given up last
             for cell in reservation.open_cells(part):
                 cell.free_by_ms = max(cell.free_by_ms, now_ms + self.settings.quarantine_ms)
+
+    def is_local(self, reservation: Reservation, cell: Cell) -> bool:
+        """The writer may have the slot mapped, so that nobody but itself can say when it is done."""
+        return reservation.node_of(cell.part) in ("", self.segments[cell.place[0]].node)
 
     def end_if_over(self, reservation: Reservation, why: str, now_ms: int) -> None:
         """Nothing is left to be written."""
@@ -357,17 +287,3 @@ class Naive:
 
     def slot_bytes(self, namespace: bytes) -> int:
         return slot_bytes_for(self.specs[namespace].part_bytes)
-
-
-def spread(packed: bytes) -> dict[tuple[int, int], tuple[Place, int]]:
-    """Extents as (block of the chain, part) -> (place, stamp). An overlap is an error."""
-    found: dict[tuple[int, int], tuple[Place, int]] = {}
-    for run in extents(packed):
-        for block in range(run.blocks):
-            for part in range(run.part_from, run.part_to):
-                slot = run.first_slot + block * run.stride + part - run.part_from
-                at = (run.offset + block, part)
-                assert at not in found, f"block {at[0]}, part {at[1]} twice in the extents"
-                found[at] = ((run.segment, slot), run.stamp)
-    assert len({place for place, _ in found.values()}) == len(found), "a slot twice in the extents"
-    return found

@@ -18,7 +18,10 @@ from kvpool_master.core.messages import (
     Renewed,
 )
 from kvpool_proto.errors import ForeignId, KVPoolError, UnknownLease
-from property.naive import Cell, Lease, Naive, spread
+from property import copying
+from property.naive import Naive
+from property.places import Place, spread
+from property.records import Block, Cell, Lease
 
 if TYPE_CHECKING:
     from property.judge import Judge
@@ -65,17 +68,28 @@ def _check_hit(judge: Judge, command: Lookup | Peek, answer: Hit | Peeked) -> li
     assert least <= answer.blocks <= most, f"{answer.blocks} blocks hit, {least}..{most} are there"
     asked = max(0, len(refs) - command.skip)
     assert (answer.reason is Reason.NONE) == (answer.blocks == asked), answer
-    cells: list[Cell] = []
-    expected = {}
-    for index in range(command.skip, command.skip + answer.blocks):
-        for cell in model.blocks[refs[index]].cells():
-            cells.append(cell)
-            expected[index, cell.part] = (cell.place, cell.stamp)
     model.check_runs(command.namespace, answer.extents)
-    assert spread(answer.extents) == expected, "the extents are not where the blocks were written"
+    places = spread(answer.extents)
+    parts = range(model.specs[command.namespace].parts)
+    indexes = range(command.skip, command.skip + answer.blocks)
+    assert set(places) == {(index, part) for index in indexes for part in parts}, "the extents do not cover the hit"
+    cells: list[Cell] = []
+    for (index, part), (place, stamp) in places.items():
+        block = model.blocks[refs[index]]
+        node = command.node if isinstance(command, Lookup) else ""
+        _check_own_copy(model, block, part, place, node)
+        cells.append(copying.seen(judge, block, part, place, stamp, node))
     if answer.blocks < asked:
         _check_reason(judge, refs[command.skip + answer.blocks], answer.reason)
     return cells
+
+
+def _check_own_copy(model: Naive, block: Block, part: int, place: Place, node: str) -> None:
+    """Who has a copy on its own node is not sent elsewhere."""
+    if node and model.segments[place[0]].node != node:
+        for cell in block.of(part):
+            own = cell.sure and model.segments[cell.place[0]].node == node and copying.readable(model, cell)
+            assert not own, f"{place} was given to a reader on {node}, which has {cell.place}"
 
 
 def _check_reason(judge: Judge, missing: tuple[bytes, bytes], reason: Reason) -> None:
@@ -85,7 +99,8 @@ def _check_reason(judge: Judge, missing: tuple[bytes, bytes], reason: Reason) ->
     if reason is Reason.CONFLICT:
         assert judge.model.contradicted(missing), "a conflict that no chain has caused"
     if reason is Reason.NODE_AWAY:
-        assert judge.unsettled or not all(node.up for node in judge.model.nodes.values())
+        away = [name for name, node in judge.model.nodes.items() if not node.up or name in judge.model.draining]
+        assert judge.unsettled or away
 
 
 def _lookup(judge: Judge, command: Lookup, answer: Answer) -> None:
@@ -121,9 +136,9 @@ def _lookup(judge: Judge, command: Lookup, answer: Answer) -> None:
     assert (answer.lease_ms > 0) == (answer.blocks > 0), answer
     assert answer.lease_ms <= model.settings.lease_max_ms
     if answer.blocks:
-        last = model.refs(command.namespace, command.chain)[command.skip + answer.blocks - 1]
-        before = [model.blocks[ref] for ref in model.before(last) if ref in model.blocks]
-        pinned = cells + [cell for block in before for cell in block.cells()]
+        hit = model.refs(command.namespace, command.chain)[command.skip : command.skip + answer.blocks]
+        held = [model.blocks[ref] for ref in {*hit, *model.before(hit[-1])} if ref in model.blocks]
+        pinned = [cell for block in held for cell in block.everything()]
         if old is not None and not old.doubtful:
             cells, pinned = cells + old.hit, pinned + old.pinned
         lease = Lease(asked, now_ms, now_ms + answer.lease_ms, cells, pinned)

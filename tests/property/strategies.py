@@ -114,3 +114,38 @@ SETTINGS = {
         BASE, reserve_share_permille=500, leases_max=2, reservations_max=2, evict_inline_spans_max=1, stall_ms=400
     ),
 }
+
+# -- many nodes ------------------------------------------------------------------------------------------
+
+MANY_NODES: tuple[str, ...] = ("n1", "n2", "n3")
+TENANTS = ("a", "b")
+QUOTAS_BYTES = (0, 4 * 8_192, 6 * 16_384, 1 << 30)
+
+MANY_KINDS = {
+    "plain": Kind(_spec("plain", tenant="a")),
+    "twice": Kind(_spec("twice", tenant="a", replicas=2)),
+    "ranks": Kind(_spec("ranks", tenant="b", parts=2)),
+    "ranks twice": Kind(_spec("ranks twice", tenant="b", parts=2, part_bytes=16_000, replicas=2)),
+    "any": Kind(_spec("any", tenant="b", entry="any")),
+    "any twice": Kind(_spec("any twice", tenant="a", entry="any", replicas=2)),
+}
+
+_MANY = replace(
+    BASE,
+    spread_run_bytes=2 * 8_192,
+    ramp_ms=700,
+    copies_per_node_max=2,
+    copy_run_bytes_max=3 * 8_192,
+    copy_ms=600,
+    report_window_ms=300,
+    report_hold_ms=700,
+    probe_ms=200,
+    retire_spans_max=2,
+)
+MANY_SETTINGS = {
+    "base": _MANY,
+    "hits": replace(_MANY, copy_hits_min=2),
+    "eager": replace(_MANY, watermark_high_permille=500, watermark_low_permille=300, bind_ahead_permille=0),
+    "narrow": replace(_MANY, reserve_share_permille=500, evict_inline_spans_max=1, copies_per_node_max=1),
+    "replay-like": replace(_MANY, watermark_high_permille=1_000, watermark_low_permille=1_000, evict_ahead=False),
+}

@@ -36,6 +36,7 @@ from kvpool_master.core.messages import (
     SegmentOffer,
     SessionLost,
     SlabBound,
+    SlotsCleared,
     Tick,
     WorkerGone,
 )
@@ -78,6 +79,9 @@ TROUBLES = (
 class CoreMachine(RuleBasedStateMachine):
     """The rules; each sends one command or a few. Arguments named `pick` choose among what there is."""
 
+    fills = True
+    """The pool is filled to the last slot at the end."""
+
     @staticmethod
     def core_of(settings: Settings) -> Core:
         """What is judged; test_machine_catches.py puts faults here."""
@@ -91,30 +95,44 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def start(self, names: list[str], settings: str, slabs: list[int], prompt: bool) -> None:
         """slabs: of the segments, dealt to two nodes. prompt: nodes bind slabs at once."""
-        core = self.core_of(SETTINGS[settings])
-        self.judge = Judge(core, SETTINGS[settings])
-        self.kinds: list[Kind] = [KINDS[name] for name in names]
-        self.prompt = prompt
-        self.ids = 0
-        self.words: list[str] = []
         self.offers = {
             name: tuple(SegmentOffer(index, count * SLAB_BYTES, SLAB_BYTES) for index, count in enumerate(slabs[at::2]))
             for at, name in enumerate(NODES)
         }
-        self.lives: dict[str, int] = dict.fromkeys(NODES, 0)
-        for name in NODES:
-            self.lives[name] = 1
+        self.begin([KINDS[name] for name in names], SETTINGS[settings], NODES)
+        self.prompt = prompt
+
+    def begin(self, kinds: list[Kind], settings: Settings, nodes: tuple[str, ...]) -> None:
+        """All nodes join, all namespaces are opened; slabs that are bound are answered for later."""
+        self.judge = Judge(self.core_of(settings), settings)
+        self.kinds = kinds
+        self.prompt, self.clears = False, True
+        self.ids = 0
+        self.words: list[str] = []
+        self.lives: dict[str, int] = dict.fromkeys(nodes, 1)
+        for name in nodes:
             self.register(name, 1)
-        for kind in self.kinds:
+        for kind in kinds:
             self.send(OpenNamespace(kind.spec))
 
     # -- what rules share --------------------------------------------------------------------------------
 
     def send(self, command: Command) -> Any:
         answer = self.judge.step(command)
+        self.after()
+        return answer
+
+    def after(self) -> None:
+        """What nodes do at once."""
         while self.prompt and self.judge.binds:
             self.bind(0)
-        return answer
+        while self.clears and self.judge.clears:
+            self.clear(0)
+
+    def clear(self, pick: int) -> None:
+        """A node answers for slots that it has cleared; also one that is away."""
+        order = list(self.judge.clears.values())[pick % len(self.judge.clears)]
+        self.judge.step(SlotsCleared(order.node, self.lives[order.node], order.order))
 
     def kind(self, pick: int) -> Kind:
         return self.kinds[pick % len(self.kinds)]
@@ -246,24 +264,29 @@ class CoreMachine(RuleBasedStateMachine):
         if not known:
             return
         reservation = known[pick % len(known)]
-        low, high = reservation.request.part_from, reservation.request.part_to
+        request = reservation.request
+        low, high = request.part_from, request.part_to
         if one is not None:
             low, high = one, one + 1
-        self.send(Commit(reservation.request.reservation, low, high, blocks, final, reservation.request.worker))
+        self.send(
+            Commit(request.reservation, low, high, blocks, final, reservation.worker, reservation.share)
+        )  # fmt: skip
 
     @rule(pick=picks, writer=st.booleans(), one=st.none() | st.integers(0, 2), unknown=rarely)
     def abort(self, pick: int, writer: bool, one: int | None, unknown: bool) -> None:
-        known = list(self.judge.model.reservations)[-8:]
+        known = list(self.judge.model.reservations.values())[-8:]
         if not known and not unknown:
             return
-        key = self.known_id(pick % 2) if unknown else known[pick % len(known)]
-        self.send(Abort(key, writer) if one is None else Abort(key, writer, one, one + 1))
+        key, share = self.known_id(pick % 2), 0
+        if not unknown:
+            key, share = known[pick % len(known)].request.reservation, known[pick % len(known)].share
+        self.send(Abort(key, writer, share=share) if one is None else Abort(key, writer, one, one + 1, share))
 
     @rule(pick=picks, other=rarely)
     def worker_gone(self, pick: int, other: bool) -> None:
         """The process of a reservation ends; other: one that has reserved nothing."""
-        known = [(one.request.nodes, one.request.worker) for one in self.judge.model.reservations.values()]
-        known = [(nodes, worker) for nodes, worker in known[-8:] if worker]
+        known = [(one.nodes, one.worker) for one in self.judge.model.reservations.values()]
+        known = [(nodes or NODES, worker) for nodes, worker in known[-8:] if worker]
         if other or known:
             (name, *_), worker = (NODES, WORKERS[pick % len(WORKERS)]) if other else known[pick % len(known)]
             self.send(WorkerGone(name, worker))
@@ -307,6 +330,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NODES), what=st.sampled_from(TROUBLES), pick=picks)
     def trouble(self, name: str, what: str, pick: int) -> None:
+        self.in_trouble(name, what, pick)
+
+    def in_trouble(self, name: str, what: str, pick: int) -> None:
         """What happens now and then."""
         life, node = self.lives[name], self.judge.model.nodes.get(name)
         if what == "session lost":
@@ -332,6 +358,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NODES))
     def recover(self, name: str) -> None:
+        self.come_back(name)
+
+    def come_back(self, name: str) -> None:
         """A node that is away comes back."""
         node = self.judge.model.nodes.get(name)
         if node is None or not node.up:

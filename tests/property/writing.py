@@ -1,4 +1,4 @@
-"""Judges Reserve, Commit and Abort: nothing is granted twice, and every slot given up comes back."""
+"""Judges Reserve, Commit and Abort: nothing is granted twice, and every slot given up comes back. See placing.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from kvpool_proto.errors import (
     ReservationEnded,
     UnknownReservation,
 )
-from property.naive import Block, Cell, Keep, Naive, Place, Ref, Reservation, spread
+from property import placing, sums
+from property.naive import Naive
+from property.places import Place, spread
+from property.records import Block, Cell, Keep, Ref, Reservation
 
 if TYPE_CHECKING:
     from property.judge import Judge
@@ -52,12 +55,27 @@ def expire(model: Naive, now_ms: int) -> None:
 
 
 def worker_gone(model: Naive, command: WorkerGone, now_ms: int) -> None:
-    """Its reservations are given up, with its word as it were."""
+    """Its reservations are given up; what it had mapped is free, data ports may still write elsewhere."""
     for reservation in model.reservations.values():
-        request = reservation.request
-        if command.worker and request.worker == command.worker and request.nodes == (command.node,):
-            model.give_up(reservation, reservation.granted, now_ms, word=True)
-            model.end_if_over(reservation, "worker gone", now_ms)
+        if not command.worker or reservation.worker != command.worker:
+            continue
+        parts = [part for part in reservation.granted if reservation.node_of(part) in ("", command.node)]
+        model.give_up(reservation, parts, now_ms, word=False)
+        for cell in [cell for part in parts for cell in reservation.open_cells(part)]:
+            if cell.keep is Keep.QUARANTINE and model.holds(cell):
+                model.forget(cell)
+        model.end_if_over(reservation, "worker gone", now_ms)
+
+
+def key_of(ident: bytes, share: int, shares: int) -> bytes:
+    """Under what the model keeps a reservation, or a share of one."""
+    return ident if shares == 1 else ident + bytes([share])
+
+
+def shares_of(model: Naive, ident: bytes, share: int | None = None) -> list[Reservation]:
+    """The reservations of an id, or of one of its shares; the undivided one counts as share 0."""
+    found = [one for key, one in model.reservations.items() if key[: len(ident)] == ident]
+    return [one for one in found if share is None or one.share == share]
 
 
 def _remembered(model: Naive, reservation: Reservation, now_ms: int) -> bool:
@@ -69,26 +87,27 @@ def _remembered(model: Naive, reservation: Reservation, now_ms: int) -> bool:
 
 def _reserve(judge: Judge, command: Reserve, answer: Answer) -> None:
     model, now_ms = judge.model, judge.now_ms
-    known = model.reservations.get(command.reservation)
+    known = shares_of(model, command.reservation)
     early_ms = model.aborted_early.get(command.reservation)
     if isinstance(answer, KVPoolError):
         judge.sweep()
         if isinstance(answer, ForeignId):
-            assert known is not None
-            assert known.request != command
+            assert known
+            assert any(one.request != command for one in known)
         else:
             assert isinstance(answer, ReservationEnded), answer
-            over = known is not None and (known.ended or now_ms >= known.deadline_ms)
+            over = any(one.ended or now_ms >= one.deadline_ms for one in known)
             assert over or early_ms is not None
         return
     assert isinstance(answer, Reserved)
     assert early_ms is None or now_ms >= early_ms + model.settings.remember_ms, "reserved although the abort came first"
-    if known is not None and _retried(judge, known, command, answer):
+    if known and _retried(judge, known, command, answer):
         return
     refs = model.refs(command.namespace, command.chain)
     assert 0 <= answer.answered <= len(refs)
     assert (answer.reason is Reason.NONE) == (answer.answered == len(refs)), answer
     states = _states(command, answer)
+    owners = _owners(command, answer)
     places = spread(answer.extents)
     model.check_runs(command.namespace, answer.extents)
     assert set(places) == {at for at, state in states.items() if state is RunState.YOURS}
@@ -96,21 +115,30 @@ def _reserve(judge: Judge, command: Reserve, answer: Answer) -> None:
     assert answer.write_ms <= model.settings.write_max_ms
     _check_existing(judge, refs, states)
     if places:
-        _grant(judge, command, answer, refs, places)
+        _grant(judge, command, answer, refs, places, owners)
+        placing.check_own_first(judge, command, places, owners)
+        sums.check_granted(judge, command.namespace)
     _link(model, command, refs[: answer.answered])
     if answer.answered < len(refs):
-        _check_short(judge, command, answer, refs)
+        placing.check_short(judge, command, answer, refs)
 
 
-def _retried(judge: Judge, known: Reservation, command: Reserve, answer: Reserved) -> bool:
-    """The answer to a retry; False: the core has forgotten the id and starts anew."""
-    first = known.reply
+def _retried(judge: Judge, known: list[Reservation], command: Reserve, answer: Reserved) -> bool:
+    """The answer to a retry, by any share; False: the core has forgotten the id and starts anew."""
+    first = known[-1].reply
     same = (answer.answered, answer.runs, answer.extents) == (first.answered, first.runs, first.extents)
     stamps = {stamp for _, stamp in spread(answer.extents).values()}
-    one = (known.request.namespace, known.request.chain) == (command.namespace, command.chain)
-    if one and (same or (known.dead and stamps <= {known.stamp})):
+    request = known[-1].request
+    one = (request.namespace, request.chain, request.shares) == (command.namespace, command.chain, command.shares)
+    dead = any(share.dead for share in known)
+    if one and (same or (dead and stamps <= {share.stamp for share in known})):
+        for share in known:
+            if command.shares > 1 and share.share == command.share and not share.ended:
+                share.worker = command.worker or share.worker
+                share.nodes = command.nodes if len(command.nodes) == 1 else share.nodes
         return True
-    assert not _remembered(judge.model, known, judge.now_ms), "an id that is in use was answered anew"
+    for share in known:
+        assert not _remembered(judge.model, share, judge.now_ms), "an id that is in use was answered anew"
     return False
 
 
@@ -126,6 +154,23 @@ def _states(command: Reserve, answer: Reserved) -> dict[tuple[int, int], RunStat
     asked = {(block, part) for block in range(answer.answered) for part in range(command.part_from, command.part_to)}
     assert set(states) == asked, "runs do not cover what was answered"
     return states
+
+
+def _owners(command: Reserve, answer: Reserved) -> dict[int, int]:
+    """The share of each block that is the callers'. All of them, in order, are divided evenly, without a gap."""
+    owners: dict[int, int] = {}
+    for run in answer.runs:
+        if run.state is RunState.YOURS:
+            owners.update(dict.fromkeys(range(run.offset, run.offset + run.blocks), run.share))
+        else:
+            assert run.share == 0, "a run of nobody's is a share's"
+    shares = [owners[block] for block in sorted(owners)]
+    assert set(shares) <= set(range(command.shares)), "a share that nobody asked for"
+    assert shares == sorted(shares), "the blocks of a share are not together"
+    if answer.reason is Reason.NONE:
+        even = [at * command.shares // len(shares) for at in range(len(shares))]
+        assert shares == even, f"{shares} is not even"
+    return owners
 
 
 def _check_existing(judge: Judge, refs: list[Ref], states: dict[tuple[int, int], RunState]) -> None:
@@ -150,51 +195,49 @@ def _grant(
     answer: Reserved,
     refs: list[Ref],
     places: dict[tuple[int, int], tuple[Place, int]],
+    owners: dict[int, int],
 ) -> None:
-    model, now_ms = judge.model, judge.now_ms
-    stamps = {stamp for _, stamp in places.values()}
-    assert len(stamps) == 1, "one reservation, one stamp"
-    (stamp,) = stamps
-    assert stamp > model.stamp, "stamps rise"
-    model.stamp = stamp
-    slot_bytes = model.slot_bytes(command.namespace)
-    parts = range(command.part_from, command.part_to)
-    granted: dict[int, list[Cell]] = {part: [] for part in parts}
-    for (index, part), (place, _) in sorted(places.items()):
-        _check_place(judge, command, part, place, slot_bytes)
-        ref = refs[index]
-        block = model.blocks.get(ref)
-        if block is not None and (dropped := block.parts[part]) is not None:
-            if dropped.keep is Keep.WRITING:
-                model.quarantine(dropped, model.reservations[dropped.reservation].deadline_ms, now_ms)
-            else:
-                model.detach(dropped, Keep.LOOSE)
-        block = model.blocks.setdefault(ref, Block(ref, [None] * model.specs[ref[0]].parts))
-        cell = Cell(ref, part, place, stamp, slot_bytes, command.reservation)
-        block.parts[part] = cell
-        model.held[place, slot_bytes] = cell
-        model.seen.add(ref)
-        granted[part].append(cell)
-    deadline_ms = now_ms + answer.write_ms
-    written = dict.fromkeys(parts, 0)
-    model.reservations[command.reservation] = Reservation(command, answer, deadline_ms, stamp, granted, written)
-
-
-def _check_place(judge: Judge, command: Reserve, part: int, place: Place, slot_bytes: int) -> None:
     model = judge.model
-    segment = model.segments.get(place[0])
-    assert segment is not None, f"segment {place[0]} is not there"
-    assert model.nodes[segment.node].up, f"granted on {segment.node}, which is not up"
-    if command.nodes:
-        named = command.nodes[part - command.part_from] if len(command.nodes) > 1 else command.nodes[0]
-        assert segment.node == named, f"part {part} lies on {segment.node}, not on {named}"
-    slab = model.slab_of(place, slot_bytes)
-    assert (slab.slot_bytes, slab.binding) == (slot_bytes, 0), f"slot {place} in a slab that is not bound: {slab}"
-    other = model.held.get((place, slot_bytes))
-    if other is not None:
-        held = model.surely_held(other, judge.now_ms)
-        assert not held, f"slot {place} granted while {other.keep.value} for part {other.part} of {other.ref}"
-        model.forget(other)
+    parts = range(command.part_from, command.part_to)
+    for key in [key for key in model.reservations if key[: len(command.reservation)] == command.reservation]:
+        del model.reservations[key]
+    for number in sorted(set(owners.values())):
+        mine = {at: place for at, place in places.items() if owners[at[0]] == number}
+        stamps = {stamp for _, stamp in mine.values()}
+        assert len(stamps) == 1, "one reservation, one stamp"
+        (stamp,) = stamps
+        assert stamp > model.stamp, "stamps rise"
+        model.stamp = stamp
+        reservation = Reservation(
+            command, answer, judge.now_ms + answer.write_ms, stamp, {part: [] for part in parts},
+            dict.fromkeys(parts, 0), number, command.nodes, command.worker,
+        )  # fmt: skip
+        if command.shares > 1:
+            reservation.nodes = command.nodes[number : number + 1] if len(command.nodes) > 1 else command.nodes
+            reservation.worker = command.worker if number == command.share else 0
+        key = key_of(command.reservation, number, command.shares)
+        model.reservations[key] = reservation
+        for (index, part), (place, _) in sorted(mine.items()):
+            placing.check_place(judge, reservation, part, place)
+            _put(judge, Cell(refs[index], part, place, stamp, model.slot_bytes(command.namespace), key))
+
+
+def _put(judge: Judge, cell: Cell) -> None:
+    """A part of a block is granted to a reservation."""
+    model, ref = judge.model, cell.ref
+    block = model.blocks.get(ref)
+    if block is not None and (dropped := block.parts[cell.part]) is not None:
+        for copy in block.of(cell.part)[1:]:
+            model.detach(copy, Keep.LOOSE)
+        if dropped.keep is Keep.WRITING:
+            model.let_go(dropped, model.reservations[dropped.reservation].deadline_ms, judge.now_ms)
+        else:
+            model.detach(dropped, Keep.LOOSE)
+    block = model.blocks.setdefault(ref, Block(ref, [None] * model.specs[ref[0]].parts))
+    block.parts[cell.part] = cell
+    model.held[cell.place, cell.slot_bytes] = cell
+    model.seen.add(ref)
+    model.reservations[cell.reservation].granted[cell.part].append(cell)
 
 
 def _link(model: Naive, command: Reserve, refs: list[Ref]) -> None:
@@ -206,76 +249,12 @@ def _link(model: Naive, command: Reserve, refs: list[Ref]) -> None:
         model.link(following, one)
 
 
-# -- why a reservation was cut short -------------------------------------------------------------------
-
-
-def _check_short(judge: Judge, command: Reserve, answer: Reserved, refs: list[Ref]) -> None:
-    model = judge.model
-    up = [node for node in model.nodes.values() if node.up]
-    ups = [model.segments[handle] for node in up for handle in node.handles]
-    if answer.reason is Reason.CONFLICT:
-        assert model.contradicted(refs[answer.answered]), "a conflict that no chain has caused"
-    elif answer.reason is Reason.NODE_AWAY:
-        assert len(up) < len(model.nodes)
-    elif answer.reason is Reason.NO_NODE:
-        assert not up or any(name not in model.nodes or not model.nodes[name].up for name in command.nodes)
-    elif answer.reason is Reason.SLAB_PENDING:
-        assert any(slab.binding for segment in ups for slab in segment.slabs), "no slab is being bound"
-    elif answer.reason is Reason.TOO_MANY_RESERVATIONS:
-        assert open_reservations(model, judge.now_ms)[0] >= model.settings.reservations_max
-    elif answer.reason is Reason.RESERVE_SHARE:
-        block_bytes = model.slot_bytes(command.namespace) * (command.part_to - command.part_from)
-        assert any(_share_used(model, handle, block_bytes) for handle in model.segments), "no share is used up"
-    elif answer.reason is Reason.UNKNOWN_KEY:
-        assert answer.answered == 0, "only the parent may be unknown"
-        assert isinstance(command.parent, bytes)
-        assert (command.namespace, command.parent) not in judge.visible
-    else:
-        assert answer.reason is Reason.NO_SPACE, answer.reason
-        if not command.nodes and command.part_to - command.part_from == 1 and len(up) == len(model.nodes):
-            _check_no_space(judge, command, refs)
-
-
-def _share_used(model: Naive, handle: int, room_bytes: int) -> bool:
-    """So many bytes more may pass what writers may hold of a segment."""
-    segment = model.segments[handle]
-    held = [cell for cell in model.held.values() if cell.place[0] == handle]
-    open_bytes = sum(cell.slot_bytes for cell in held if cell.keep in (Keep.WRITING, Keep.QUARANTINE))
-    share = model.settings.reserve_share_permille * len(segment.slabs) * segment.slab_bytes // 1000
-    return open_bytes + room_bytes > share
-
-
-def _check_no_space(judge: Judge, command: Reserve, refs: list[Ref]) -> None:
-    """One part, any node, all nodes up: nothing is free, and nothing may be evicted."""
-    model = judge.model
-    slot_bytes = model.slot_bytes(command.namespace)
-    usable: set[tuple[int, int]] = set()
-    for handle, segment in model.segments.items():
-        if _share_used(model, handle, slot_bytes):
-            continue
-        for number, slab in enumerate(segment.slabs):
-            cells = model.cells_in_slab(handle, number)
-            assert cells or slab.binding, f"no space, but slab {number} of segment {handle} is empty"
-            if slab.slot_bytes == slot_bytes and not slab.binding:
-                assert len(cells) == len(model.slots(handle, number)), f"no space, but segment {handle} has a free slot"
-                usable |= {cell.place for cell in cells}
-    if model.settings.evict_inline_spans_max == 1 or any(spec.entry == "any" for spec in model.specs.values()):
-        return  # the one eviction may have been made; what follows what is not always sure
-    pinned = {cell for lease in model.leases.values() for cell in lease.pinned}
-    inner = {before for ref in model.blocks for before in model.before(ref)}
-    for ref, block in model.blocks.items():
-        if ref in refs or ref in inner or not judge.sure(block):
-            continue
-        if not pinned & set(block.cells()) and usable & {cell.place for cell in block.cells()}:
-            raise AssertionError(f"no space, but {ref} may be evicted")
-
-
 # -- commit and abort ----------------------------------------------------------------------------------
 
 
 def _commit(judge: Judge, command: Commit, answer: Answer) -> None:
     model, now_ms = judge.model, judge.now_ms
-    known = model.reservations.get(command.reservation)
+    known = next(iter(shares_of(model, command.reservation, command.share)), None)
     if known is None:
         assert isinstance(answer, UnknownReservation), answer
         judge.sweep()
@@ -336,26 +315,26 @@ def _late_word(known: Reservation, parts: Iterable[int], now_ms: int) -> None:
 
 def _abort(judge: Judge, command: Abort, answer: Answer) -> None:
     model, now_ms = judge.model, judge.now_ms
-    known = model.reservations.get(command.reservation)
+    known = shares_of(model, command.reservation, command.share if command.writer else None)
     if isinstance(answer, KVPoolError):
         assert isinstance(answer, PartOutOfRange), answer
-        assert known is not None
-        assert not set(range(command.part_from, command.part_to)) <= set(known.granted)
+        named = set(range(command.part_from, command.part_to))
+        assert any(not named <= set(one.granted) for one in known)
         judge.sweep()
         return
     assert isinstance(answer, Aborted)
-    if known is None or not answer.aborted:
+    if not known or not answer.aborted:
         assert not answer.aborted, "an unknown reservation was aborted"
-        assert known is None or known.ended or known.dead or now_ms >= known.deadline_ms
-        if known is None:
+        assert all(one.ended or one.dead or now_ms >= one.deadline_ms for one in known)
+        if not known:
             model.aborted_early[command.reservation] = now_ms
-    if known is not None:
-        named = range(command.part_from, command.part_to) if command.part_to else known.granted
-        parts = set(named) & set(known.granted)
-        model.give_up(known, parts, now_ms, command.writer and answer.aborted)
-        model.end_if_over(known, "aborted", now_ms)
+    for one in known:
+        named = range(command.part_from, command.part_to) if command.part_to else one.granted
+        parts = set(named) & set(one.granted)
+        model.give_up(one, parts, now_ms, command.writer and answer.aborted)
+        model.end_if_over(one, "aborted", now_ms)
         if command.writer and not answer.aborted:
-            _late_word(known, parts, now_ms)
+            _late_word(one, parts, now_ms)
     judge.sweep()
 
 

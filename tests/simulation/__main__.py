@@ -61,6 +61,7 @@ def one_seed(seed: int, fault: str | None, only: str, verbose: bool) -> tuple[in
             operations=planted.operations,
             trouble_us=planted.trouble_us,
             settings=replace(SETTINGS, **planted.settings),
+            **planted.world,
         )
     options = "".join(f" --{name} {value}" for name, value in (("fault", fault), ("only", only)) if value)
     try:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool_client.answers import Hit
 from kvpool_client.headers import COMMITTED, WRITING, Array
-from kvpool_master.core import extents as ex
 from kvpool_master.core import messages as m
 from simulation.clocks import MachineClock
 from simulation.facts import Page, Place, pages_of, pages_of_slab, places_of
 from simulation.hub import Process, Thread
+from simulation.losses import Losses
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,18 +88,17 @@ class Checkers:
         """Epoch and handle -> inode of the segment's file."""
         self.epoch = 0
         """The highest epoch of any Master so far."""
-        self.stamps: dict[bytes, int] = {}
-        """Namespace -> highest stamp given out."""
         self.purged: dict[bytes, int] = {}
-        """Namespace -> highest stamp given out before its last purge was carried out."""
+        """Namespace -> newest stamp that its last purge ended."""
         self.purged_us: dict[bytes, int] = {}
         """When that was."""
         self.dead: dict[bytes, int] = {}
         """Namespace -> the stamp of `purged`, of purges that were answered."""
         self.left: dict[tuple[bytes, bytes], dict[str, int]] = {}
         """(namespace, key) -> by reason, when the core last said that it went."""
-        self.lies: dict[tuple[bytes, bytes, int], int] = {}
-        """(namespace, key, part) -> inode of the file to which it was written last."""
+        self.losses = Losses(world)
+        self.drained: set[tuple[str, int]] = set()
+        """Nodes that were said to be drained, by epoch, until they are not any more."""
         self.spoiled: set[tuple[bytes, bytes]] = set()
 
     # -- readers
@@ -146,7 +145,7 @@ class Checkers:
         assert thread is not None
         self.seen.add("headers put", len(headers))
         piece = [
-            (pages_of(self._world.kernel.inodes[run.segment], run.slot + index * run.stride, slot_bytes), run.stamp)
+            (pages_of(self._world.kernel.inode_of(run.segment), run.slot + index * run.stride, slot_bytes), run.stamp)
             for run in runs
             for index in range(run.blocks)
         ]
@@ -173,14 +172,17 @@ class Checkers:
             elif state == COMMITTED and claim is not None and claim.stamp == stamp:
                 claim.writing = False  # it does not come back to this slot
         if state == COMMITTED:
-            self.lies[(*block, int(header["part"]))] = pages[0][0]
+            self.losses.committed(block, pages[0][0])
 
     def copying(self) -> None:
         """A writer is about to touch payload of the piece that it marked last."""
         thread = self._hub.thread
         assert thread is not None
+        piece = thread.facts.get("piece")
+        if not piece:
+            return  # what is copied is the caller's own memory
         late = self._late(thread, marking=False)
-        for pages, stamp in thread.facts["piece"]:
+        for pages, stamp in piece:
             for page in pages:
                 self._touch(thread, page, stamp, late, f"copies under stamp {stamp:#x}")
 
@@ -227,6 +229,8 @@ class Checkers:
 
     def wrote(self) -> None:
         """The running thread's write is over: it copies no more."""
+        assert self._hub.thread is not None
+        self._hub.thread.facts.pop("piece", None)
         for claim in self.claims.values():
             if claim.thread is self._hub.thread:
                 claim.writing = False
@@ -243,6 +247,19 @@ class Checkers:
             if claim is not None and claim.holds():
                 self._hub.fail(f"slab {slab} is bound anew while {claim.thread.label} writes it")
 
+    def clearing(self, segment: Any, slot_bytes: int, runs: Any) -> None:
+        """A node client is about to clear slots. A Master that began lately knows nothing of leases before it."""
+        inode = self._world.kernel.inode_of(segment)
+        for first, slots, stamp in runs:
+            for slot in range(first, first + slots):
+                for page in pages_of(inode, slot, slot_bytes):
+                    claim = self.claims.get(page)
+                    if claim is not None and claim.stamp == stamp and claim.holds():
+                        self._hub.fail(f"slot {slot} is cleared while {claim.thread.label} writes it")
+                    for hold in self.holds:
+                        if page in hold.pages and hold.hit.epoch == self.epoch and hold.runs():
+                            self._hub.fail(f"slot {slot} is cleared under a lease of {hold.process.name}: {hold.hit!r}")
+
     # -- the core
 
     def applied(self, pool: Any, command: Any, outcome: Any) -> None:
@@ -252,11 +269,10 @@ class Checkers:
         self.seen.add(type(command).__name__)
         if isinstance(command, m.Register):
             self._registered(pool, command, outcome)
-        elif isinstance(command, m.Reserve):
-            stamps = [row[7] for row in ex.records(outcome.extents)]
-            self.stamps[command.namespace] = max([self.stamps.get(command.namespace, 0), *stamps])
+        elif isinstance(command, m.Tick):
+            self._look_for_drained(pool)
         elif isinstance(command, m.Purge):
-            self.purged[command.namespace] = self.stamps.get(command.namespace, 0)
+            self.purged[command.namespace] = outcome.stamp
             self.purged_us[command.namespace] = self._hub.now_us
         if self._applied % INVARIANTS_EVERY == 0:
             try:
@@ -271,6 +287,31 @@ class Checkers:
         for offer, handle in zip(command.segments, outcome.handles, strict=True):
             inode = self._world.inode_of(self._world.segment_path(command.node, offer.index))
             self.inodes.setdefault((pool.epoch, handle), inode)
+
+    def forgetting(self, node: Any) -> None:
+        """The core gives up a node."""
+        epoch = self._world.core.epoch
+        handles = {one.handle: self.inodes[epoch, one.handle] for one in node.segments}
+        self.losses.forgetting(node, handles)
+
+    def _look_for_drained(self, pool: Any) -> None:
+        """A node that is said to be drained has no reader and no writer."""
+        for node in pool.liveness.nodes.values():
+            name = (node.name, pool.epoch)
+            if not node.drained:
+                self.drained.discard(name)
+            elif name not in self.drained:
+                self.drained.add(name)
+                self.seen.add("nodes drained")
+                if any(one.closed for one in node.segments):
+                    self._hub.fail(f"{node.name} is drained before it is known what it holds")
+                inodes = {self.inodes[pool.epoch, one.handle] for one in node.segments}
+                for hold in self.holds:
+                    if hold.runs() and any(page[0] in inodes for page in hold.pages):
+                        self._hub.fail(f"{node.name} is drained under a lease of {hold.process.name}: {hold.hit!r}")
+                for page, claim in self.claims.items():
+                    if page[0] in inodes and claim.holds():
+                        self._hub.fail(f"{node.name} is drained while {claim.thread.label} writes on it")
 
     def gone(self, tree: Any, keys: bytes, reason: m.GoneReason) -> None:
         """The core says that blocks went."""

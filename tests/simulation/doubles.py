@@ -1,7 +1,7 @@
 """Puts the doubles in place of what the real packages import, and takes them out again.
 
-Only what touches the outside is replaced: threads, queues, the two ends of gRPC, the Unix socket, HTTP, locks that end
-with a process, randomness. All that decides anything stays real.
+Only what touches the outside is replaced: threads, queues, the two ends of gRPC, TCP sockets, the Unix socket, HTTP,
+locks that end with a process, randomness. All that decides anything stays real.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import os
 import pkgutil
 import random
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,9 @@ import kvpool_client
 from simulation.channel import Channel
 from simulation.kernel import Kernel
 from simulation.local_link import Servers, SimLocalClient, SimLocalServer
-from simulation.threads import InlinePool, queue_double, threading_double
+from simulation.sockets import Wires, select_double, socket_double
+from simulation.thread_pools import ThreadPool, wait_for
+from simulation.threads import queue_double, threading_double
 
 if TYPE_CHECKING:
     from simulation.hub import Hub
@@ -98,12 +102,13 @@ class _NoHttpMaster:
 
 
 @contextmanager
-def installed(hub: Hub, network: Network, servers: Servers, kernel: Kernel) -> Iterator[Patches]:
+def installed(hub: Hub, network: Network, wires: Wires, servers: Servers, kernel: Kernel) -> Iterator[Patches]:
     """The doubles, for the time of the block; what is patched beside them goes with them."""
     patches = Patches()
     try:
         _threads(patches, hub)
         _outside(patches, hub, network, servers, kernel)
+        _sockets(patches, wires)
         _randomness(patches, hub)
         yield patches
     finally:
@@ -114,7 +119,7 @@ def _threads(patches: Patches, hub: Hub) -> None:
     doubles: dict[str, Any] = {
         "threading": threading_double(hub),
         "queue": queue_double(hub),
-        "ThreadPoolExecutor": InlinePool,
+        "ThreadPoolExecutor": partial(ThreadPool, hub),
     }
     for module in client_modules():
         for name, double in doubles.items():
@@ -146,7 +151,7 @@ def _outside(patches: Patches, hub: Hub, network: Network, servers: Servers, ker
         return state
 
     def channel(*_: object, **__: object) -> Channel:
-        """grpc.insecure_channel."""
+        """channel.open_channel()."""
         assert hub.thread is not None
         return Channel(network, hub.thread.process)
 
@@ -157,13 +162,13 @@ def _outside(patches: Patches, hub: Hub, network: Network, servers: Servers, ker
 
     patches.set(State, "open", open_state)
     for module in (master_client, registration):
-        patches.set(module, "grpc", _Instead(grpc, insecure_channel=channel))
+        patches.set(module, "open_channel", channel)
     patches.set(server, "grpc", _Instead(grpc, aio=SimpleNamespace(server=aio_server, Server=object)))
     patches.set(server, "HttpServer", _NoHttpMaster)
     patches.set(server, "version", lambda: "0")
     patches.set(daemon, "HttpServer", _NoHttp)
     patches.set(daemon, "version", lambda _: "0")
-    local_server: Callable[..., Any] = lambda path, mode, node, timeout_s, most, log: SimLocalServer(  # noqa: E731
+    local_server: Callable[..., Any] = lambda path, mode, node, timeout_s, most, log, _: SimLocalServer(  # noqa: E731
         hub, servers, path, node, log
     )
     patches.set(daemon, "LocalServer", local_server)
@@ -171,6 +176,17 @@ def _outside(patches: Patches, hub: Hub, network: Network, servers: Servers, ker
     patches.set(locks, "try_own", kernel.try_own)
     patches.set(local_socket, "AttachedSegment", kernel.attach)
     patches.set(transfer, "PROGRESS_BYTES", 8 << 10)  # so that short stores report their progress, too
+
+
+def _sockets(patches: Patches, wires: Wires) -> None:
+    """Data ports and those who use them; the local sockets and HTTP are replaced higher up."""
+    from kvpool_client.peer import engine, pool, server, stream
+
+    instead = socket_double(wires)
+    for module in (pool, server, stream):
+        patches.set(module, "socket", _Instead(socket, **instead))
+    patches.set(stream, "select", select_double())
+    patches.set(engine, "wait", wait_for)
 
 
 def _randomness(patches: Patches, hub: Hub) -> None:

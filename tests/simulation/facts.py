@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,17 @@ from simulation.node_process import SLAB_BYTES
 Page = tuple[int, int]
 """Inode, and number of the page among the file's slabs."""
 
-SPECS = (
-    NamespaceSpec(model="small", dtype="uint8", block_tokens=16, part_bytes=96, key_bytes=8),
-    NamespaceSpec(model="wide", dtype="uint8", block_tokens=16, part_bytes=4_300, key_bytes=12, parts=2, entry="any"),
-)
+TENANT = "tight"
+"""Whose quota is set."""
+
+
+def specs_of(replicas: int) -> tuple[NamespaceSpec, ...]:
+    """The namespaces of a world."""
+    common: dict[str, Any] = {"dtype": "uint8", "block_tokens": 16, "replicas": replicas}
+    return (
+        NamespaceSpec(model="small", part_bytes=96, key_bytes=8, **common),
+        NamespaceSpec(model="wide", part_bytes=4_300, key_bytes=12, parts=2, entry="any", tenant=TENANT, **common),
+    )
 
 
 @lru_cache(maxsize=1 << 14)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from simulation import faults_peers as peers
 from simulation import faults_recovery as recovery
 from simulation import faults_running as running
 from simulation.doubles import Patches
@@ -21,6 +22,9 @@ WORKERS: Final[Profile] = {"stop_worker": 10, "kill_worker": 2}
 LATE: Final[Profile] = {"kill_master": 1, "stop_worker": 4, "set_clock": 4}
 MASTERS: Final[Profile] = {"kill_master": 6, "stop_worker": 8, "set_clock": 6}
 NODES: Final[Profile] = {"kill_master": 3, "kill_node": 4, "leave_node": 2, "cut_off": 3}
+PEERS: Final[Profile] = {"cut_peers": 12, "stop_worker": 6, "kill_worker": 4, "stall_port": 6}
+CUT_MASTERS: Final[Profile] = {"kill_master": 5, "cut_peers": 12, "stall_port": 8, "stop_node": 2}
+DRAINS: Final[Profile] = {"drain_node": 8, "stop_worker": 4, "cut_peers": 2}
 LONG_QUARANTINE: Final = {"quarantine_ms": 40_000}
 """So that writers may sleep for long and must still be waited for."""
 FILLING: Final = {"read": 20, "store": 60, "purge": 8}
@@ -33,7 +37,7 @@ class Fault:
     """One of them. why: the rule that was broken. caught: parts of what a checker may say.
 
     profile, trouble_us: the trouble in which it shows soonest, and about how often. operations: what workers do.
-    settings: of the core, where they matter. first: the seed to begin with, since it caught it once.
+    settings: of the core, where they matter; world: of the plan. first: the seed to begin with: it caught it once.
     """
 
     why: str
@@ -43,6 +47,7 @@ class Fault:
     operations: dict[str, int] = field(default_factory=lambda: dict(OPERATIONS))
     trouble_us: int = 1_500_000
     settings: dict[str, int] = field(default_factory=dict)
+    world: dict[str, int] = field(default_factory=dict)
     first: int = 1
 
 
@@ -143,5 +148,41 @@ FAULTS: Final[dict[str, Fault]] = {
     "files-not-adopted": Fault(
         why="a node client that starts again finds what its former life held", caught=("LOST",),
         plant=recovery.adopt_nothing, profile=NODES,
+    ),
+    "ports-take-what-ran-out": Fault(
+        why="a data port looks at a capability's time, fenced stamps, what slots hold (three lines, all removed)",
+        caught=(*WRITERS, *LEASE), plant=peers.take_what_ran_out, profile=PEERS,
+    ),
+    "ports-take-former-epochs": Fault(
+        why="only the ruling epoch's capabilities write (and end in time, and slots are looked at: all removed)",
+        caught=(*WRITERS, *LEASE), plant=peers.take_former_epochs, profile=CUT_MASTERS,
+    ),
+    "fences-end-nothing": Fault(
+        why="slots are cleared when nothing is written in them any more", caught=("is cleared while", *WRITERS),
+        plant=peers.fence_nothing, profile=PEERS,
+    ),
+    "word-for-silence": Fault(
+        why="a writer gives its word for what peers have confirmed only", caught=WRITERS,
+        plant=peers.word_for_silence, profile=PEERS,
+    ),
+    "remote-slots-freed-at-once": Fault(
+        why="slots on another node than their writer's come back when their node has fenced them", caught=WRITERS,
+        plant=peers.free_remote_slots, profile=PEERS,
+    ),
+    "failed-copies-count": Fault(
+        why="a copy counts for the blocks that its node has answered for", caught=("LOST", "NOT SOUND"),
+        plant=peers.install_failures, profile=DRAINS | PEERS, world={"replicas": 2},
+    ),
+    "replicas-misplaced": Fault(
+        why="replicas follow their blocks", caught=("NOT SOUND", "invariants"), plant=peers.misplace_replicas,
+        world={"replicas": 2},
+    ),
+    "drained-at-once": Fault(
+        why="a node is drained when nobody reads or writes on it any more", caught=("is drained",),
+        plant=peers.drained_at_once, profile=DRAINS,
+    ),
+    "quotas-not-looked-at": Fault(
+        why="a tenant holds no more than its quota", caught=("above its quota",), plant=peers.look_at_no_quota,
+        world={"quota_blocks": 12},
     ),
 }  # fmt: skip

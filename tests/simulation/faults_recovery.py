@@ -61,7 +61,7 @@ def obey_no_tombstones(patches: Patches) -> None:
     patches.set(Intake, "__init__", without)
     patches.set(OwnedSegment, "bury", lambda segment, namespace, stamp: 0)
     scan: Callable[..., Any] = inventory.scan
-    patches.set(inventory, "scan", lambda segment, dead, alive: scan(segment, {}, alive))
+    patches.set(inventory, "scan", lambda segment, dead, *rest: scan(segment, {}, *rest))
 
 
 def ignore_newer_epochs(patches: Patches) -> None:
@@ -73,9 +73,9 @@ def hide_writers(patches: Patches) -> None:
     """Slots being written are not reported."""
     scan: Callable[..., Any] = inventory.scan
 
-    def without(segment: Any, dead: Any, alive: Any) -> Any:
+    def without(*given: Any) -> Any:
         """inventory.scan."""
-        found = scan(segment, dead, alive)
+        found = scan(*given)
         return replace(found, writing=found.writing[:0])
 
     patches.set(inventory, "scan", without)

@@ -37,7 +37,7 @@ def no_look_afterwards(patches: Patches) -> None:
         """Look before the copy only."""
         before = headers_of(runs, part.slot_bytes)
         wanted = slice(start, start + len(before))
-        good, reason = transfer._agree(before, part.headers[wanted], part.places[wanted])
+        good, reason = transfer.agree(before, part.headers[wanted], part.places[wanted])
         if good:
             sums = np.zeros(good, dtype=np.uint64)
             engine._move(part, head(runs, good), part.buffer.scatter, sums, 0)

@@ -28,6 +28,11 @@ class Kernel:
         self._attach: type[AttachedSegment] = local_socket.AttachedSegment
         self.inodes: weakref.WeakKeyDictionary[AttachedSegment, int] = weakref.WeakKeyDictionary()
 
+    def inode_of(self, segment: Any) -> int:
+        """Of the file that a process maps, or owns."""
+        known = self.inodes.get(segment)
+        return os.fstat(segment._fd).st_ino if known is None else known
+
     def try_own(self, fd: int) -> bool:
         """locks.try_own, whose lock ends with the process that took it."""
         got = self._try_own(fd)

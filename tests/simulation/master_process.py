@@ -39,6 +39,7 @@ class MasterProcess:
             drain_ms=DRAIN_MS,
             core=settings,
             state_dir=str(state_dir),
+            plaintext=True,
         )
         self._clock = clock
         self._log = Log("info", False, clock.of_master(), log)

@@ -34,6 +34,11 @@ class NodeProcess:
             slab_bytes=SLAB_BYTES,
             prefault_threads=1,
             socket_path=socket_path(name),
+            data_listen=f"{host_of(name)}:9502",
+            data_connections_max=24,
+            data_io_timeout_ms=1_500,
+            copy_bytes_max=64 << 10,
+            plaintext=True,
             workers_max=32,
             rpc_timeout_ms=1_000,
             backoff_max_ms=1_000,
@@ -75,3 +80,8 @@ class NodeProcess:
 def socket_path(node: str) -> str:
     """Where a node client listens."""
     return f"/simulated/{node}.sock"
+
+
+def host_of(machine: str) -> str:
+    """Where peers reach a machine."""
+    return f"10.0.0.{int(machine[1:]) + 1}"

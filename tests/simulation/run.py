@@ -19,6 +19,7 @@ from simulation.doubles import Patches, installed
 from simulation.hub import Hub
 from simulation.kernel import Kernel
 from simulation.network import Network
+from simulation.sockets import Wires
 from simulation.watch import watch
 from simulation.world import Plan, World
 
@@ -37,8 +38,14 @@ class Outcome:
     seen: Counter[str]
 
 
+BUGS: Final = frozenset(
+    ("copy_failed", "peer_connection_failed", "registration_failed", "rpc_failed", "tick_failed", "http_failed")
+)
+"""Events of logs that tell of an exception where none may be."""
+
+
 class _Lines:
-    """Where logs go: into the trace, when somebody reads it."""
+    """Where logs go: into the trace, when somebody reads it. What tells of a bug fails the seed."""
 
     def __init__(self, hub: Hub, verbose: bool) -> None:
         self._hub = hub
@@ -46,6 +53,8 @@ class _Lines:
 
     def write(self, text: str) -> None:
         """One line."""
+        if BUGS & set(text.split(" ", 3)[1:3]):
+            self._hub.fail(f"a log says: {text.strip()}")
         if self._verbose and text.strip():
             self._hub.note(text.strip().split(" ", 1)[-1])
 
@@ -68,17 +77,18 @@ def simulate(
     began_s = time.perf_counter()
     hub = Hub(seed, options=options, verbose=verbose)
     network = Network(hub, plan.manners)
+    wires = Wires(hub, network)
     servers: dict[str, object] = {}
     kernel = Kernel(hub)
     directory = Path(tempfile.mkdtemp(prefix="kvpool-simulation-", dir=TMPFS))
     frozen = gc.isenabled()
     gc.disable()
     try:
-        with installed(hub, network, servers, kernel) as patches:  # type: ignore[arg-type]
+        with installed(hub, network, wires, servers, kernel) as patches:  # type: ignore[arg-type]
             if fault is not None:
                 fault(patches)
-            world = World(hub, network, servers, kernel, directory, plan, _Lines(hub, verbose))  # type: ignore[arg-type]
-            watch(patches, hub, world.checkers, world.trouble)
+            world = World(hub, network, wires, kernel, directory, plan, _Lines(hub, verbose))  # type: ignore[arg-type]
+            watch(patches, hub, wires, world.checkers, world.trouble)
             try:
                 world.live()
             finally:

@@ -1,4 +1,4 @@
-"""Doubles of `threading`, `queue` and thread pools: what kvpool_client asks of them, on the hub's greenlets.
+"""Doubles of `threading` and `queue`: what kvpool_client asks of them, on the hub's greenlets. Pools: thread_pools.py.
 
 A lock that is taken is a point where the thread may lose the processor. Order is first come, first served.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,18 +197,26 @@ class Queue:
         return not self._items
 
 
-class InlinePool:
-    """concurrent.futures.ThreadPoolExecutor that does its work at once, in the caller."""
+class Semaphore:
+    """threading.Semaphore."""
 
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
+    def __init__(self, hub: Hub, value: int = 1) -> None:
+        self._changed = Condition(hub)
+        self._value = value
 
-    def map(self, work: Callable[..., Any], *columns: Iterable[Any]) -> Iterator[Any]:
-        """See Executor.map."""
-        return map(work, *columns)
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        """See threading.Semaphore."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._value, timeout if blocking else 0):
+                return False
+            self._value -= 1
+            return True
 
-    def shutdown(self, **_: object) -> None:
-        """See Executor.shutdown."""
+    def release(self) -> None:
+        """See threading.Semaphore."""
+        with self._changed:
+            self._value += 1
+            self._changed.notify()
 
 
 def threading_double(hub: Hub) -> SimpleNamespace:
@@ -218,6 +226,8 @@ def threading_double(hub: Hub) -> SimpleNamespace:
         RLock=lambda: Lock(hub),
         Condition=lambda lock=None: Condition(hub, lock),
         Event=lambda: Event(hub),
+        Semaphore=lambda value=1: Semaphore(hub, value),
+        get_ident=lambda: id(hub.thread),
         Thread=lambda *args, **given: Thread(hub, *args, **given),
     )
 

@@ -1,7 +1,7 @@
 """What workers do: look up, load and verify, store, remove, purge, on chains that share prefixes.
 
 The chains are more than the pool holds, so that it is full and evicts. All parts of a block are stored by one call, or
-each by a call of its own, as ranks do.
+each by a call of its own, as ranks do. What ranks hold alike they also store in shares, each of them its own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvpool_client.answers import Hit
+from kvpool_client.answers import Hit, StoreResult
 from kvpool_client.devices.base import Contiguous
-from kvpool_client.sdk import ROOT, Namespace
+from kvpool_client.sdk import ROOT, Namespace, Share
+from kvpool_client.store import ID_BYTES
 from simulation.facts import bytes_of, chain_of, keys_of
 from simulation.hub import MS, Hub
 from simulation.worker_process import WorkerProcess
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 FAMILIES: Final = 7
 BLOCKS_MAX: Final = 9
-OPERATIONS: Final = {"read": 50, "store": 44, "remove": 2, "purge": 1, "peek": 3}
+RANKS: Final = (2, 3)
+OPERATIONS: Final = {"read": 50, "store": 38, "share": 6, "remove": 2, "purge": 1, "peek": 3}
 
 
 class Traffic:
@@ -58,7 +60,7 @@ class Traffic:
         rng = self._rng
         families = range(FAMILIES)
         family = rng.choice(families)
-        if rng.random() < 0.8:
+        if rng.random() < 0.6:
             machines = self._world.machines
             family = rng.choice(families[machines.index(self._worker.machine) :: len(machines)])
         branches = tuple(rng.choice((0, 0, 1)) if block % 3 == 2 else 0 for block in range(rng.randrange(BLOCKS_MAX)))
@@ -126,6 +128,35 @@ class Traffic:
         self._world.checkers.seen.add("stored blocks", result.stored_blocks)
         if not result.reason:
             self._world.promises.stored(space.spec, chain, parts, since_us)
+
+    def _share(self, space: Namespace, chain: bytes) -> None:
+        """Several ranks store what they all hold. Who is not there, or is killed, leaves its share to nobody."""
+        rng, since_us = self._rng, self._hub.now_us
+        number = self._worker.spaces.index(space)
+        if space.spec.parts > 1:
+            return
+        others = [one for one in self._world.live_workers() if one.spaces and one is not self._worker]
+        ranks = [self._worker, *rng.sample(others, min(len(others), rng.choice(RANKS) - 1))]
+        count, ident = max(rng.choice(RANKS), len(ranks)), rng.randbytes(ID_BYTES)
+        blocks = len(chain) // space.spec.key_bytes
+        results: list[StoreResult] = []
+
+        def store(worker: WorkerProcess, index: int) -> None:
+            """One rank."""
+            own = worker.spaces[number]
+            source = Contiguous(_rows(own, chain, 0))
+            result = own.store(chain, source, parent=ROOT, share=Share(index, count, ident))
+            self._hub.note(f"share {index} of {count} of {_name(chain)}: {result.stored_blocks} new {result.reason}")
+            self._world.checkers.seen.add(f"share: {result.reason or 'whole'}")
+            results.append(result)
+            there = {one.existing_blocks for one in results}  # another number: of another reservation under the id
+            if len(there) == 1 and sum(one.stored_blocks for one in results) + there.pop() == blocks:
+                self._world.checkers.seen.add("stored in shares")
+                self._world.promises.stored(own.spec, chain, range(1), since_us)
+
+        for index, worker in enumerate(ranks[1:], 1):
+            worker.process.spawn(lambda worker=worker, index=index: store(worker, index), f"rank{index}")
+        store(self._worker, 0)
 
     # -- removing
 

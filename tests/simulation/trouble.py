@@ -1,4 +1,4 @@
-"""What goes wrong: kills, stops longer than every deadline, clean stops, partitions, broken streams, set clocks.
+"""What goes wrong: kills, stops longer than every deadline, clean stops, cuts, broken streams, drains, set clocks.
 
 Each kind is a method of Trouble; a profile says how often each is drawn. Who was killed is started again soon, or late.
 """
@@ -21,6 +21,11 @@ ALL: Final[Profile] = {
     "stop_node": 6,
     "leave_node": 4,
     "discard_node": 2,
+    "lose_node": 2,
+    "drain_node": 8,
+    "cut_peers": 10,
+    "stall_port": 5,
+    "reset_peers": 5,
     "kill_master": 10,
     "leave_master": 4,
     "stop_master": 6,
@@ -32,7 +37,7 @@ ALL: Final[Profile] = {
 }
 SECOND_US: Final = 1_000 * MS
 NAP_PERMILLE: Final = 1.5
-"""How often a worker is stopped in the middle of a copy; more often while the Master is away or new."""
+"""How often a process is stopped in the middle of a copy; more often while the Master is away or new."""
 NAPS_MORE: Final = 10
 BEFORE_MARKS_PERMILLE: Final = 3
 """How often the worst moment for a writer is chosen."""
@@ -64,8 +69,9 @@ class Trouble:
         master = self._world.master
         fresh = master is None or self._hub.now_us - master.born_us < 2 * SECOND_US < self._hub.now_us
         often = NAP_PERMILLE * (NAPS_MORE if fresh else 1)
-        if not self._calm and "stop_worker" in self._profile and self._hub.chance(often):
-            self._world.checkers.seen.add("trouble: stopped while copying")
+        kind = "stop_node" if thread.process.name in self._world.machines else "stop_worker"
+        if not self._calm and kind in self._profile and self._hub.chance(often):
+            self._world.checkers.seen.add(f"trouble: {kind} while copying")
             self._stop(thread.process)
             self._hub.sleep(0)
         self._hub.breathe()
@@ -124,6 +130,41 @@ class Trouble:
         """A clean stop that removes the segment file."""
         name = self._rng.choice(self._world.machines)
         self._world.discard(name)
+
+    def lose_node(self) -> None:
+        """A machine breaks down: its processes end, its memory is lost."""
+        name = self._rng.choice(self._world.machines)
+        for worker in self._world.live_workers():
+            if worker.machine == name:
+                worker.process.end("its machine broke down")
+        self._world.lose(name)
+
+    def drain_node(self) -> None:
+        """An operator drains a node, mostly to take it away once it is drained; some time later it is undrained."""
+        name = self._rng.choice(self._world.machines)
+        self._world.operator.drain(name, then_remove=self._rng.random() < 0.7)
+        after_us = int(SECOND_US * self._rng.choice((0.5, 5, 13, 17)))
+        self._hub.at(after_us, lambda: self._world.operator.undrain(name))
+
+    def cut_peers(self) -> None:
+        """Two machines do not reach each other for a while, or one not the other; both reach the Master."""
+        one, other = self._rng.sample(self._world.machines, 2)
+        ways = [(one, other), (other, one)][: self._rng.choice((1, 2, 2))]
+        self._cut_ways(ways, self._while_us())
+
+    def stall_port(self) -> None:
+        """Nobody's bytes get to a machine's data port any more, for a while; its own get out."""
+        name = self._rng.choice(self._world.machines)
+        self._cut_ways([(other, name) for other in self._world.machines if other != name], self._while_us())
+
+    def _cut_ways(self, ways: list[tuple[str, str]], while_us: int) -> None:
+        for way in ways:
+            self._world.wires.cut_way(*way)
+            self._hub.at(while_us, lambda way=way: self._world.wires.mend_way(*way))
+
+    def reset_peers(self) -> None:
+        """A machine's connections with other machines break."""
+        self._world.wires.reset(self._rng.choice(self._world.machines))
 
     def kill_master(self) -> None:
         """SIGKILL to the Master."""

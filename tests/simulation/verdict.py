@@ -11,7 +11,7 @@ Rules checked here
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -32,13 +32,12 @@ EXCUSES = ("EVICTED", "INCOMPLETE", "REMOVED", "PURGED")
 class Promise:
     """A block whose store was answered. chain: up to and with it.
 
-    parts: part -> since when its store went on. files: part -> inode of the file that has it.
+    parts: part -> since when its store went on.
     """
 
     spec: NamespaceSpec
     chain: bytes
     parts: dict[int, int] = field(default_factory=dict)
-    files: dict[int, int | None] = field(default_factory=dict)
 
 
 class Promises:
@@ -55,7 +54,6 @@ class Promises:
             promise = self._made.setdefault((spec.id, key), Promise(spec, chain[: (block + 1) * spec.key_bytes]))
             for part in parts:
                 promise.parts[part] = since_us
-                promise.files[part] = self._world.checkers.lies.get((spec.id, key, part))
 
     def removing(self, namespace: bytes, keys: list[bytes]) -> None:
         """Somebody asked to remove them, and may or may not have been heard."""
@@ -105,7 +103,7 @@ class Promises:
             return "spoiled"
         if block in self._removed:
             return "removed"
-        if any(inode in self._world.discarded for inode in promise.files.values()):
+        if checkers.losses.excuse(block):
             return "discarded"
         return ""
 
@@ -115,7 +113,9 @@ class Promises:
         for namespace in world.core.namespaces.values():
             for span in invariants._spans(namespace.tree):
                 keys = keys_of(span.keys, namespace.spec.key_bytes)
-                for place in places_of(ex.records(span.extents)):
+                replicas = world.core.forest.replicas.of.get(span, b"")
+                world.checkers.seen.add("replicas looked at in the end", len([*ex.records(replicas)]))
+                for place in places_of(ex.records(span.extents + replicas)):
                     if world.core.space.segments[place.segment].retired:
                         continue  # its node is gone; it is about to be taken apart
                     block = (namespace.spec.id, keys[place.block])
@@ -142,8 +142,9 @@ class Promises:
         return "" if (payload == bytes_of(spec.id, key, place.part, spec.part_bytes)).all() else "its bytes are wrong"
 
 
-def leaks(core: Any) -> str:
+def leaks(world: World) -> str:
     """What is still held in a pool that nobody uses; empty: nothing."""
+    core = world.core
     held = {
         "leases": len(list(core.leases)),
         "reservations": len(core.writes.open),
@@ -151,5 +152,13 @@ def leaks(core: Any) -> str:
         "reserved bytes": sum(one.reserved_bytes for one in core.space.segments.values()),
         "quarantined bytes": sum(one.quarantined_bytes for one in core.space.segments.values()),
         "deferred bytes": sum(one.deferred_bytes for one in core.space.segments.values()),
+        "copies": len(core.copies.open),
+        "draining nodes": len(core.members.draining),
+        "writes of peers": sum(node.daemon.node.writes.open for node in world.nodes.values()),
+        "orders to copy": sum(node.daemon._copier.open_orders for node in world.nodes.values()),
+    }
+    held |= {
+        f"bytes of {tenant} above its quota": max(0, core.quotas.used(tenant) - quota.limit_bytes)
+        for tenant, quota in core.quotas.limits.items()
     }
     return ", ".join(f"{count} {what}" for what, count in held.items() if count)

@@ -18,11 +18,13 @@ from kvpool_master.core.members import Members
 from kvpool_master.core.pool import Pool
 from kvpool_master.core.ring import Ring
 from kvpool_proto.errors import KVPoolError
+from simulation.watch_peers import watch_peers
 
 if TYPE_CHECKING:
     from simulation.checkers import Checkers
     from simulation.doubles import Patches
     from simulation.hub import Hub
+    from simulation.sockets import Wires
     from simulation.trouble import Trouble
 
 TORN_PERMILLE = 15
@@ -30,11 +32,19 @@ TORN_PERMILLE = 15
 HALF_HEADER_BYTES = 64
 
 
-def watch(patches: Patches, hub: Hub, checkers: Checkers, trouble: Trouble) -> None:
+def watch(patches: Patches, hub: Hub, wires: Wires, checkers: Checkers, trouble: Trouble) -> None:
     """Hook in, for as long as the patches last."""
-    _watch_writers(patches, hub, checkers, trouble)
+    put_headers = _watched_put(hub, checkers, trouble)
+    _watch_writers(patches, checkers, put_headers)
+    watch_peers(patches, hub, wires, checkers, trouble, put_headers)
     _watch_core(patches, hub, checkers)
     bind: Callable[..., int] = OwnedSegment.bind_slab
+    clear: Callable[..., int] = OwnedSegment.clear_slots
+
+    def clear_slots(segment: OwnedSegment, slot_bytes: int, runs: Any) -> int:
+        """OwnedSegment.clear_slots."""
+        checkers.clearing(segment, slot_bytes, runs)
+        return clear(segment, slot_bytes, runs)
 
     def bind_slab(segment: OwnedSegment, slab: int, slot_bytes: int) -> int:
         """OwnedSegment.bind_slab."""
@@ -42,12 +52,11 @@ def watch(patches: Patches, hub: Hub, checkers: Checkers, trouble: Trouble) -> N
         return bind(segment, slab, slot_bytes)
 
     patches.set(OwnedSegment, "bind_slab", bind_slab)
+    patches.set(OwnedSegment, "clear_slots", clear_slots)
 
 
-def _watch_writers(patches: Patches, hub: Hub, checkers: Checkers, trouble: Trouble) -> None:
+def _watched_put(hub: Hub, checkers: Checkers, trouble: Trouble) -> Callable[..., None]:
     put: Callable[..., None] = transfer.put_headers
-    ended: Callable[..., str] = Term.ended
-    write: Callable[..., Any] = LocalEngine.write
 
     def put_headers(runs: list[Any], headers: Array, slot_bytes: int) -> None:
         """transfer.put_headers, perhaps after a while, at times half first."""
@@ -64,6 +73,13 @@ def _watch_writers(patches: Patches, hub: Hub, checkers: Checkers, trouble: Trou
             hub.sleep(hub.rng.randrange(2_000))
             checkers.putting(runs, headers, headers_of(runs, slot_bytes), slot_bytes)
         put(runs, headers, slot_bytes)
+
+    return put_headers
+
+
+def _watch_writers(patches: Patches, checkers: Checkers, put_headers: Callable[..., None]) -> None:
+    ended: Callable[..., str] = Term.ended
+    write: Callable[..., Any] = LocalEngine.write
 
     def term_ended(term: Term, runs: Any) -> str:
         """Term.ended."""

@@ -8,6 +8,7 @@ from kvpool_client.devices.base import Buffer, Bytes, Layout
 from kvpool_client.devices.cpu import CpuDevice
 from kvpool_client.sdk import KVPool, Namespace
 from kvpool_proto.namespace import NamespaceSpec
+from kvpool_proto.security import PLAINTEXT
 from simulation.hub import Process
 from simulation.node_process import socket_path
 
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
 TIMEOUT_MS = 500
 PIECE_BYTES = 16 << 10
 """Four small slots: most calls take several pieces."""
+STAGED_PERMILLE = 300
 
 
 class WorkerProcess:
-    """One life of a worker on a machine."""
+    """One life of a worker on a machine. alone: without a node client, as on a host that gives no DRAM."""
 
-    def __init__(self, world: World, name: str, machine: str, specs: tuple[NamespaceSpec, ...]) -> None:
+    def __init__(
+        self, world: World, name: str, machine: str, specs: tuple[NamespaceSpec, ...], *, alone: bool = False
+    ) -> None:
         self.hub = world.hub
         self.machine = machine
         self.clock = world.clocks[machine]
@@ -31,17 +35,19 @@ class WorkerProcess:
         self.pool: KVPool | None = None
         self.spaces: list[Namespace] = []
         self._specs = specs
+        self._socket = "" if alone else socket_path(machine)
 
     def connect(self) -> None:
         """Come up; from the process's own thread."""
         self.pool = KVPool.connect(
             "127.0.0.1:50051",
-            socket_path(self.machine),
+            self._socket,
             timeout_ms=TIMEOUT_MS,
             device=InterruptedDevice(self._world),
             piece_bytes=PIECE_BYTES,
             name=self.process.name,
             clock=self.clock.of_client(),
+            security=PLAINTEXT,
         )
         self.spaces = [self.pool.namespace(spec) for spec in self._specs]
 
@@ -86,6 +92,10 @@ class _Interrupted:
     def rows(self, first: int, blocks: int) -> Bytes | None:
         """See Buffer."""
         return self._buffer.rows(first, blocks)
+
+    def pieces(self, first: int, blocks: int) -> list[memoryview] | None:
+        """See Buffer; at times as if it were the memory of a device."""
+        return None if self._world.hub.chance(STAGED_PERMILLE) else self._buffer.pieces(first, blocks)
 
     def _row(self, index: int) -> Bytes:
         rows = self._buffer.rows(index, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,13 +16,14 @@ from kvpool_client.session import State
 from kvpool_master.core.settings import Settings
 from simulation.checkers import Checkers
 from simulation.clocks import MachineClock
-from simulation.facts import SPECS
+from simulation.facts import TENANT, specs_of
 from simulation.hub import MS, Hub
 from simulation.kernel import Kernel
-from simulation.local_link import Servers
 from simulation.master_process import MasterProcess
 from simulation.network import Manners, Network
-from simulation.node_process import NodeProcess
+from simulation.node_process import NodeProcess, host_of
+from simulation.operator_process import OperatorProcess
+from simulation.sockets import Wires
 from simulation.traffic import OPERATIONS, Traffic, store_and_read
 from simulation.trouble import ALL, Profile, Trouble
 from simulation.verdict import Promises, leaks
@@ -32,6 +33,8 @@ SECOND_US: Final = 1_000 * MS
 FINISH_US: Final = 60 * SECOND_US
 """How long a call may take in all, when everybody is well."""
 QUIET_US: Final = 120 * SECOND_US
+ALONE_PERMILLE: Final = 120
+"""How often a worker has no node client."""
 
 SETTINGS: Final = Settings(
     lease_min_ms=1_500,
@@ -46,7 +49,15 @@ SETTINGS: Final = Settings(
     heartbeat_ms=500,
     suspect_ms=2_000,
     retire_ms=12_000,
+    report_window_ms=4_000,
+    report_hold_ms=3_000,
+    probe_ms=800,
     stall_ms=1_000,
+    spread_run_bytes=32 << 10,
+    ramp_ms=5_000,
+    copies_per_node_max=2,
+    copy_run_bytes_max=48 << 10,
+    copy_ms=6_000,
 )
 
 
@@ -57,6 +68,10 @@ class Plan:
     machines: int | None = None
     slabs: int | None = None
     workers: int | None = None
+    replicas: int | None = None
+    copy_hits_min: int | None = None
+    quota_blocks: int | None = None
+    """Of the namespace with the larger blocks; 0: none."""
     traffic_us: int = 40 * SECOND_US
     trouble_us: int = 3 * SECOND_US
     """Something goes wrong about so often."""
@@ -69,21 +84,24 @@ class Plan:
 class World:
     """Made for one seed, used once. directory: a fresh one on tmpfs."""
 
-    def __init__(self, hub: Hub, network: Network, servers: Servers, kernel: Kernel, directory: Path, plan: Plan,
-                 log: Any) -> None:  # fmt: skip
+    def __init__(
+        self, hub: Hub, network: Network, wires: Wires, kernel: Kernel, directory: Path, plan: Plan, log: Any
+    ) -> None:
         self.hub = hub
         self.network = network
+        self.wires = wires
         self.kernel = kernel
-        self.settings = plan.settings
+        rng = hub.rng
+        hits_min = rng.choice((0, 0, 3)) if plan.copy_hits_min is None else plan.copy_hits_min
+        self.settings = replace(plan.settings, copy_hits_min=hits_min)
+        self.specs = specs_of(plan.replicas or rng.choice((1, 1, 2)))
         self.state_dir = directory / "state"
         self.enough = False
         self.wake_wall_s: float | None = None
         """What the Master's wall clock says at its next start."""
-        self.discarded: set[int] = set()
-        """Inodes of files that were removed on purpose."""
-        rng = hub.rng
-        count = plan.machines or rng.choice((2, 2, 3))
+        count = plan.machines or rng.choice((2, 2, 3, 3, 4))
         self.machines = [f"n{number}" for number in range(count)]
+        wires.machines.update({host_of(name): name for name in self.machines})
         self.clocks = {name: MachineClock(hub) for name in ("master", *self.machines)}
         self.checkers = Checkers(self)
         self.promises = Promises(self)
@@ -93,16 +111,22 @@ class World:
         self.traffic: list[Traffic] = []
         self._segments_dir = directory / "segments"
         self._segments_dir.mkdir()
-        self._slabs = plan.slabs or rng.choice((3, 5, 9, 14))
+        self._slabs = plan.slabs or rng.choice((3, 3, 5, 9))
         self.plan = plan
         self._log = log
         self._born = 0
         self.trouble = Trouble(self, plan.profile)
+        self.operator = OperatorProcess(self)
         self._start_master()
         for name in self.machines:
             self._start_node(name)
         for _ in range(plan.workers or rng.choice((2, 3, 4))):
             self._start_worker(rng.choice(self.machines))
+        blocks = rng.choice((0, 0, 12)) if plan.quota_blocks is None else plan.quota_blocks
+        wide = self.specs[-1]
+        quota_bytes = blocks * wide.parts * wide.slot_bytes
+        for at_s in (3, 20) if blocks else ():  # a Master may have lost its memory meanwhile
+            hub.at(at_s * SECOND_US, lambda: self.operator.set_quota(TENANT, quota_bytes))
 
     # -- its life
 
@@ -127,6 +151,10 @@ class World:
         self.enough = True
         for machine in list(self.network.cut):
             self.network.mend(machine)
+        for way in sorted(self.wires.cut):
+            self.wires.mend_way(*way)
+        for name in self.machines:
+            self.operator.undrain(name, lambda: self.core is not None and not self.core.members.draining)
         self.network.manners = Manners(lost=0, reply_lost=0, twice=0, slow=5, very_slow=0)
         for process in self.hub.processes:
             process.go_on()
@@ -199,9 +227,17 @@ class World:
     def discard(self, name: str) -> None:
         """Let a node client stop and remove its file."""
         path = self.segment_path(name, 0)
+        if path.exists() and self.nodes[name].process.alive:
+            self.checkers.losses.discarded(self.inode_of(path))
+            self.nodes[name].stop_cleanly(discard=True)
+
+    def lose(self, name: str) -> None:
+        """Let a node client and its file be gone at once."""
+        path = self.segment_path(name, 0)
+        self.nodes[name].process.end("its machine broke down")
         if path.exists():
-            self.discarded.add(self.inode_of(path))
-        self.nodes[name].stop_cleanly(discard=True)
+            self.checkers.losses.discarded(self.inode_of(path))
+            path.unlink()
 
     # -- starting, and starting again
 
@@ -230,12 +266,12 @@ class World:
         )
         node.process.on_end.append(lambda: self.hub.at(self._again_us(), lambda: self._start_node(name)))
 
-    def _new_worker(self, machine: str) -> WorkerProcess:
+    def _new_worker(self, machine: str, *, alone: bool = False) -> WorkerProcess:
         self._born += 1
-        return WorkerProcess(self, f"{machine}.w{self._born}", machine, SPECS)
+        return WorkerProcess(self, f"{machine}.w{self._born}", machine, self.specs, alone=alone)
 
     def _start_worker(self, machine: str) -> None:
-        worker = self._new_worker(machine)
+        worker = self._new_worker(machine, alone=self.hub.chance(ALONE_PERMILLE))
         self.workers.append(worker)
         for number in range(self.hub.rng.choice((1, 2))):
             traffic = Traffic(self, worker, number)
@@ -271,7 +307,7 @@ class World:
         if down:
             return f"not up: {down}"
         snapshot = self.core.snapshot(self.clocks["master"].now_ms())
-        return leaks(self.core) if snapshot.ready else f"not ready: {snapshot.recovery}"
+        return leaks(self) if snapshot.ready else f"not ready: {snapshot.recovery}"
 
 
 def _serves(node: NodeProcess) -> bool:

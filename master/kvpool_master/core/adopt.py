@@ -123,7 +123,7 @@ class Adopter:
         """Copies of complete blocks, from the span's `start` on: replicas if they are wanted, else free slots."""
         tree = span.tree
         rows = [*ex.records(ex.shift(packed, start))]
-        held = {row[2] for row in ex.records(span.extents)} | self._forest.replicas.handles(span, 0, span.blocks)
+        held = {row[2] for row in ex.records(span.extents)} | ex.segments(self._forest.replicas.of.get(span, b""))
         nodes = {self._space.segments[handle].node for handle in held}
         if rows and len(nodes) < tree.replicas and self._space.segments[rows[0][2]].node not in nodes:
             self._forest.replicas.add(span, rows)

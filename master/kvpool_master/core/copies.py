@@ -150,8 +150,9 @@ class Copies:
 
     def _holders(self, span: Span, row: ex.Record) -> set[str]:
         """The nodes on which blocks of a run lie, or will."""
-        found = {row[2], *self._forest.replicas.handles(span, row[0], row[0] + row[1])}
-        found |= {copy.target[2] for copy in self.open.values() if copy.pin.span is span}
+        found = {row[2], *self._forest.replicas.handles(span, row)}
+        coming = [copy.target for copy in self.open.values() if copy.pin.span is span]
+        found |= {target[2] for target in coming if target[4] <= row[4] and row[5] <= target[5]}
         return {self._space.segments[handle].node for handle in found if handle in self._space.segments}
 
     # -- one copy

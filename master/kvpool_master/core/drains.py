@@ -131,6 +131,8 @@ class Drains:
             row = next((one for one in ex.records(span.extents) if one[2] in handles), None)
             if span.parent is None or not span.tree.alive or row is None or drain.tries[span] >= TRIES_MAX:
                 continue
+            if any(copy.moves and copy.pin.span is span for copy in self._copies.open.values()):
+                continue  # a part of it is on its way; it is pushed again then
             if span.have & mask_of(row) != mask_of(row):
                 drain.late = True  # somebody is writing it
                 continue

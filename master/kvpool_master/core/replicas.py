@@ -44,9 +44,9 @@ class Replicas:
             span.tree.replica_bytes += _bytes(rows, span.tree.slot_bytes)
             self._enlist(span, rows)
 
-    def handles(self, span: Span, start: int, end: int) -> set[int]:
-        """The segments in which replicas of blocks [start, end) lie."""
-        return {row[2] for row in ex.records(self.of.get(span, b"")) if row[0] < end and row[0] + row[1] > start}
+    def handles(self, span: Span, row: ex.Record) -> set[int]:
+        """The segments in which replicas of some blocks of `row`, with all its parts, lie."""
+        return {one[2] for one in ex.records(self.of.get(span, b"")) if _overlap(row, one)}
 
     def stretches(self, span: Span, row: ex.Record) -> list[ex.Record]:
         """The span's own run `row`, cut where replicas begin or end."""
