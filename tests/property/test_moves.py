@@ -37,7 +37,7 @@ def world_of(data: st.DataObject, puts: list[tuple[str, tuple[str, ...]]], **mor
 
 
 def settle(world: World, data: st.DataObject, less: list[int], done: str = "") -> None:
-    """Answer orders, in any order and the first ones with so many blocks less, until none comes or `done` is drained."""
+    """Answer orders in any order, the first ones with so many blocks less, until none comes or `done` is drained."""
     less, idle = list(less), 0
     for _ in range(TICKS_MAX):
         world.tick(after_ms=1)
