@@ -1,4 +1,4 @@
-"""The machine of many nodes can fail: faults planted in the core's parts are found by its rules, not by its cross-check.
+"""The machine of many nodes can fail: faults planted in the core are found by its rules, not by its cross-check.
 
 Rules
   - A fault is one method replaced, or one command or answer changed on its way. The core's own check_invariants is off.
