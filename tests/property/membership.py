@@ -128,9 +128,8 @@ def _reported(judge: Judge, command: ReportNode, answer: Answer) -> None:
         node.reported, node.held_until_ms = True, now_ms + settings.report_hold_ms
         assert answer == NodeReported(suspect=True)
     elif node.up and node.probe is None:
-        (probe,) = probes
-        assert probe.node == command.node
-        node.probe = probe.number, now_ms + settings.probe_ms
+        assert [probe.node for probe in probes] == [command.node], "the node is not asked"
+        node.probe = probes[0].number, now_ms + settings.probe_ms
     else:
         assert not probes, "asked twice"
 

@@ -1,16 +1,10 @@
-"""Random commands to the core, every answer judged by the naive pool (judge.py). A failure prints all commands.
-
-KVPOOL_FUZZ_EXAMPLES=N runs N fresh random examples instead of the fixed ones.
-"""
+"""Random commands to the core, every answer judged by the naive pool (judge.py). A failure prints all commands."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -45,6 +39,7 @@ from kvpool_master.core.settings import Settings
 from property.finish import finish
 from property.judge import Core, Judge
 from property.nonsense import NONSENSE
+from property.running import TIMEOUT_S, machine_settings
 from property.strategies import (
     KINDS,
     NODES,
@@ -59,7 +54,6 @@ from property.strategies import (
     words,
 )
 
-FUZZ_EXAMPLES = os.environ.get("KVPOOL_FUZZ_EXAMPLES")
 picks = st.integers(0, 7)
 rarely = st.sampled_from([False] * 7 + [True])
 mostly = st.sampled_from([True] * 5 + [False])
@@ -399,13 +393,5 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = hypothesis_settings(
-    max_examples=int(FUZZ_EXAMPLES or 400),
-    stateful_step_count=50,
-    derandomize=FUZZ_EXAMPLES is None,
-    print_blob=FUZZ_EXAMPLES is not None,
-    deadline=None,
-    phases=[Phase.generate, Phase.reuse, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
-)
-TestCore = pytest.mark.timeout(0 if FUZZ_EXAMPLES else 600)(TestCore)
+TestCore.settings = machine_settings(examples=230)
+TestCore = pytest.mark.timeout(TIMEOUT_S)(TestCore)

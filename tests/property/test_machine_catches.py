@@ -296,9 +296,9 @@ def catch(machine: type[CoreMachine], fault: Callable[[Settings], Faulty]) -> No
         database=None,
         phases=[Phase.generate],
         report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
     )
-    with pytest.raises(AssertionError) as failure:
+    with pytest.raises((AssertionError, LookupError, StopIteration)) as failure:  # the core may stumble, too
         run_state_machine_as_test(faulty, settings=found)
     assert any("commands so far" in note for note in failure.value.__notes__)
 

@@ -71,7 +71,7 @@ class CopiesWhatChanged(Unchecked):
 
     def apply(self, command: Command, now_ms: int) -> Outcome:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(copies, "_same_slots", lambda *_: True)
+            patch.setattr(copies, "_same_slots", lambda _row, _block, _source, _at: True)  # pyright: ignore
             return self.pool.apply(command, now_ms)
 
 

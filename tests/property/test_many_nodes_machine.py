@@ -7,18 +7,20 @@ made in shares. Orders to copy and to clear stay open until a rule answers them:
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from kvpool_master.core.messages import (
+    BlockBad,
     Commit,
     CopySlots,
     Drain,
     Lookup,
+    Parent,
     ProbeAnswered,
+    Purge,
     Register,
+    Remove,
     ReportNode,
     Reserve,
     Reserved,
@@ -31,6 +33,7 @@ from kvpool_master.core.messages import (
     Tick,
     Undrain,
 )
+from property.running import TIMEOUT_S, machine_settings
 from property.strategies import (
     MANY_KINDS,
     MANY_NODES,
@@ -43,7 +46,7 @@ from property.strategies import (
     long_words,
     words,
 )
-from property.test_core_machine import FUZZ_EXAMPLES, TROUBLES, CoreMachine, mostly, picks, rarely
+from property.test_core_machine import TROUBLES, CoreMachine, mostly, picks, rarely
 
 names = st.sampled_from(MANY_NODES)
 homes = st.lists(names, max_size=3)
@@ -64,6 +67,7 @@ class ManyNodesMachine(CoreMachine):
         copies=st.booleans(),
         clears=mostly,
         stored=st.lists(st.tuples(long_words, homes), max_size=4),
+        quota=st.sampled_from([0, 0, 0, 6 * 8_192]),
     )
     def start(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -75,6 +79,7 @@ class ManyNodesMachine(CoreMachine):
         copies: bool,
         clears: bool,
         stored: list[tuple[Word, list[str]]],
+        quota: int,
     ) -> None:
         """slabs: of the segments, dealt to the nodes. ports: mask of nodes with one. The rest: what is done at once."""
         self.offers = {
@@ -89,6 +94,8 @@ class ManyNodesMachine(CoreMachine):
         for pick, (word, nodes) in enumerate(stored):
             self.store_put(pick, word, nodes, skip=False)
         self.prompt = prompt
+        if quota:
+            self.send(SetQuota(self.kinds[0].spec.tenant, quota))
 
     def register(self, name: str, life: int) -> None:
         self.send(Register(name, life, self.offers[name], data_address=self.ports[name]))
@@ -113,6 +120,27 @@ class ManyNodesMachine(CoreMachine):
         self.old_copies.append(effect)
         blocks = max(0, effect.source[1] - short)
         self.judge.step(SlotsCopied(effect.node, self.lives[effect.node], effect.order, blocks))
+
+    @precondition(lambda self: self.judge.copies)
+    @rule(pick=picks, what=st.sampled_from(["removed", "stored anew", "bad", "purged", "source gone", "target gone"]))
+    def copied_too_late(self, pick: int, what: str) -> None:
+        """What is being copied goes, or changes, and then the node answers that the copy is there."""
+        number, order = list(self.judge.copies.items())[pick % len(self.judge.copies)]
+        effect, cell = order.effect, order.cells[-1][0][0]
+        namespace, keys = cell.ref
+        last = len(keys) // self.judge.model.specs[namespace].key_bytes - 1
+        if what == "removed" or what == "stored anew":
+            self.send(Remove(namespace, keys, last))
+        elif what == "bad":
+            self.send(BlockBad(namespace, keys, cell.stamp))
+        elif what == "purged":
+            self.send(Purge(namespace))
+        else:
+            name = order.source_node if what == "source gone" else effect.node
+            self.send(RetireNode(name, self.lives[name]))
+        if what == "stored anew":
+            self.store_chain(namespace, keys, ())
+        self.send(SlotsCopied(effect.node, self.lives[effect.node], number, effect.source[1]))
 
     @precondition(lambda self: self.old_copies)
     @rule(pick=picks)
@@ -153,9 +181,12 @@ class ManyNodesMachine(CoreMachine):
     def undrain(self, name: str) -> None:
         self.send(Undrain(name))
 
-    @rule(name=names, short=st.integers(0, 3), late=st.booleans())
-    def drain_and_leave(self, name: str, short: int, late: bool) -> None:
+    @rule(name=names, short=st.integers(0, 3), late=st.booleans(), read=st.booleans())
+    def drain_and_leave(self, name: str, short: int, late: bool, read: bool) -> None:
         """An operator takes a node away: it stops when it is drained, if that comes to be. late: and comes back."""
+        for word in self.words[-2:] if read else ():
+            for kind in self.kinds:
+                self.send(Lookup(kind.spec.id, kind.chain(word), 0, self.fresh_id()))
         self.send(Drain(name))
         for turn in range(8):
             self.advance(50, alive=True, tick=True)
@@ -198,6 +229,16 @@ class ManyNodesMachine(CoreMachine):
         for _ in range(2):
             self.send(Lookup(kind.spec.id, chain, 0, self.fresh_id(), node))
         self.send(Tick())
+
+    @precondition(lambda self: any(block.copies for block in self.judge.model.blocks.values()))
+    @rule(pick=picks)
+    def read_a_copy(self, pick: int) -> None:
+        """A reader has a copy on its own node."""
+        model = self.judge.model
+        copies = [copy for block in model.blocks.values() for copy in block.copies]
+        copy = copies[pick % len(copies)]
+        namespace, keys = copy.ref
+        self.send(Lookup(namespace, keys, 0, self.fresh_id(), model.segments[copy.place[0]].node))
 
     @rule(
         pick=picks,
@@ -252,11 +293,15 @@ class ManyNodesMachine(CoreMachine):
         self.send(Tick())
 
     def store_put(self, pick: int, word: Word, nodes: list[str], skip: bool) -> None:
-        kind, chain, parent = self.put(pick, word, 0, new=True)
-        parts, shares = kind.spec.parts, max(1, len(nodes)) if kind.spec.parts == 1 else 1
-        named = tuple(nodes) if len(nodes) in (parts, shares) else tuple(nodes[:1])
+        kind, chain, _ = self.put(pick, word, 0, new=True)
+        self.store_chain(kind.spec.id, chain, tuple(nodes), skip)
+
+    def store_chain(self, namespace: bytes, chain: bytes, nodes: tuple[str, ...], skip: bool = False) -> None:
+        parts = self.judge.model.specs[namespace].parts
+        shares = max(1, len(nodes)) if parts == 1 else 1
+        named = nodes if len(nodes) in (parts, shares) else nodes[:1]
         key = self.fresh_id()
-        answer = self.send(Reserve(kind.spec.id, key, parent, chain, 0, parts, named, 0, shares))
+        answer = self.send(Reserve(namespace, key, Parent.ROOT, chain, 0, parts, named, 0, shares))
         if not isinstance(answer, Reserved):
             return
         mine = [run for run in answer.runs if run.state is RunState.YOURS]
@@ -274,13 +319,5 @@ class ManyNodesMachine(CoreMachine):
 
 
 TestManyNodes = ManyNodesMachine.TestCase
-TestManyNodes.settings = hypothesis_settings(
-    max_examples=int(FUZZ_EXAMPLES or 250),
-    stateful_step_count=50,
-    derandomize=FUZZ_EXAMPLES is None,
-    print_blob=FUZZ_EXAMPLES is not None,
-    deadline=None,
-    phases=[Phase.generate, Phase.reuse, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
-)
-TestManyNodes = pytest.mark.timeout(0 if FUZZ_EXAMPLES else 600)(TestManyNodes)
+TestManyNodes.settings = machine_settings(examples=170)
+TestManyNodes = pytest.mark.timeout(TIMEOUT_S)(TestManyNodes)

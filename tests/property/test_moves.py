@@ -21,13 +21,16 @@ LESS = st.lists(st.integers(0, 3), max_size=2)
 TICKS_MAX = 120
 
 
-def world_of(data: st.DataObject, puts: list[tuple[str, tuple[str, ...]]], **more: int) -> tuple[World, dict[str, int]]:
+def world_of(
+    data: st.DataObject, puts: list[tuple[str, tuple[str, ...]]], replicas: int
+) -> tuple[World, dict[str, int]]:
     """A pool with that history, of which each node could hold all; what can be hit of each word."""
     parts = data.draw(st.sampled_from([1, 2]))
     entry = data.draw(st.sampled_from(["root", "any"]))
     world = World(
         slots=64, slabs=4, nodes=NODES, parts=parts, entry=entry, copies_per_node_max=data.draw(st.integers(1, 3)),
-        copy_run_bytes_max=16384 * data.draw(st.integers(1, 4)), tick_spans_max=data.draw(st.integers(1, 5)), **more,
+        copy_run_bytes_max=16384 * data.draw(st.integers(1, 4)), tick_spans_max=data.draw(st.integers(1, 5)),
+        replicas=replicas,
     )  # fmt: skip
     for number, (word, nodes) in enumerate(puts):
         store(world, chain(word), f"r{number}", nodes[:parts])

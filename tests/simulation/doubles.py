@@ -25,9 +25,10 @@ import kvpool_client
 from simulation.channel import Channel
 from simulation.kernel import Kernel
 from simulation.local_link import Servers, SimLocalClient, SimLocalServer
-from simulation.sockets import Wires, select_double, socket_double
+from simulation.sockets import select_double, socket_double
 from simulation.thread_pools import ThreadPool, wait_for
 from simulation.threads import queue_double, threading_double
+from simulation.wires import Wires
 
 if TYPE_CHECKING:
     from simulation.hub import Hub
@@ -181,12 +182,15 @@ def _outside(patches: Patches, hub: Hub, network: Network, servers: Servers, ker
 def _sockets(patches: Patches, wires: Wires) -> None:
     """Data ports and those who use them; the local sockets and HTTP are replaced higher up."""
     from kvpool_client.peer import engine, pool, server, stream
+    from kvpool_client.peer.connection import Connection
 
     instead = socket_double(wires)
     for module in (pool, server, stream):
         patches.set(module, "socket", _Instead(socket, **instead))
     patches.set(stream, "select", select_double())
     patches.set(engine, "wait", wait_for)
+    of_socket: Callable[[Any], int] = lambda connection: hash(connection.stream._sock)  # noqa: E731
+    patches.set(Connection, "__hash__", of_socket)  # so that the order of a set is the same each time
 
 
 def _randomness(patches: Patches, hub: Hub) -> None:

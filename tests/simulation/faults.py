@@ -23,8 +23,12 @@ LATE: Final[Profile] = {"kill_master": 1, "stop_worker": 4, "set_clock": 4}
 MASTERS: Final[Profile] = {"kill_master": 6, "stop_worker": 8, "set_clock": 6}
 NODES: Final[Profile] = {"kill_master": 3, "kill_node": 4, "leave_node": 2, "cut_off": 3}
 PEERS: Final[Profile] = {"cut_peers": 12, "stop_worker": 6, "kill_worker": 4, "stall_port": 6}
+KILLED: Final[Profile] = {"cut_peers": 12, "kill_worker": 10, "stall_port": 6}
+STORES: Final = {"read": 15, "store": 80, "remove": 5}
 CUT_MASTERS: Final[Profile] = {"kill_master": 5, "cut_peers": 12, "stall_port": 8, "stop_node": 2}
 DRAINS: Final[Profile] = {"drain_node": 8, "stop_worker": 4, "cut_peers": 2}
+SMALL: Final = {"machines": 2, "slabs": 3, "replicas": 1, "copy_hits_min": 0}
+"""So that what is free is soon used again."""
 LONG_QUARANTINE: Final = {"quarantine_ms": 40_000}
 """So that writers may sleep for long and must still be waited for."""
 FILLING: Final = {"read": 20, "store": 60, "purge": 8}
@@ -56,13 +60,17 @@ FAULTS: Final[dict[str, Fault]] = {
         why="headers before and after the copy, and checksums, make a doubt a miss",
         caught=("WRONG BYTES",),
         plant=running.read_blindly,
-        first=17,
+        trouble_us=600_000,
+        world=SMALL,
+        first=10,
     ),
     "readers-check-before-only": Fault(
         why="a slot may be written during the copy, when the lease ran out meanwhile",
         caught=("WRONG BYTES",),
         plant=running.no_look_afterwards,
-        first=17,
+        trouble_us=600_000,
+        world=SMALL,
+        first=10,
     ),
     "no-quarantine": Fault(
         why="slots given up without their writer's word wait for it, its end, or the cap",
@@ -98,7 +106,10 @@ FAULTS: Final[dict[str, Fault]] = {
         caught=("LOST", "NOT SOUND"),
         plant=running.rebind_carelessly,
         profile=MASTERS,
-        first=8,
+        operations={"read": 25, "store": 60, "remove": 15},
+        trouble_us=800_000,
+        settings={"bind_ahead_permille": 0},
+        world=SMALL,
     ),
     "workers-gone-by-silence": Fault(
         why="only the kernel's lock says that a worker is gone", caught=WRITERS, plant=running.gone_by_silence
@@ -111,7 +122,7 @@ FAULTS: Final[dict[str, Fault]] = {
         settings={"lease_min_ms": 6_000, "lease_max_ms": 6_000},
     ),
     "epoch-not-kept": Fault(
-        why="each life of the Master has an epoch of its own, above all before",
+        why="each life of the Master has an epoch of its own, above all before (two lines, both removed)",
         caught=("",),
         plant=recovery.epoch_of_the_wall,
         profile={"wake_in_the_past": 4, "stop_worker": 4},
@@ -134,6 +145,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "inventory-hides-writers": Fault(
         why="slots being written are reported, and wait for their writers", caught=WRITERS,
         plant=recovery.hide_writers, profile=MASTERS, settings=LONG_QUARANTINE,
+        first=8,
     ),
     "inventory-loses-blocks": Fault(
         why="every committed block on a living node is found after a restart", caught=("LOST",),
@@ -156,6 +168,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "ports-take-former-epochs": Fault(
         why="only the ruling epoch's capabilities write (and end in time, and slots are looked at: all removed)",
         caught=(*WRITERS, *LEASE), plant=peers.take_former_epochs, profile=CUT_MASTERS,
+        first=9,
     ),
     "fences-end-nothing": Fault(
         why="slots are cleared when nothing is written in them any more", caught=("is cleared while", *WRITERS),
@@ -164,10 +177,12 @@ FAULTS: Final[dict[str, Fault]] = {
     "word-for-silence": Fault(
         why="a writer gives its word for what peers have confirmed only", caught=WRITERS,
         plant=peers.word_for_silence, profile=PEERS,
+        first=7,
     ),
     "remote-slots-freed-at-once": Fault(
         why="slots on another node than their writer's come back when their node has fenced them", caught=WRITERS,
-        plant=peers.free_remote_slots, profile=PEERS,
+        plant=peers.free_remote_slots,
+        profile=KILLED, trouble_us=500_000, operations=STORES, world=SMALL,
     ),
     "failed-copies-count": Fault(
         why="a copy counts for the blocks that its node has answered for", caught=("LOST", "NOT SOUND"),
@@ -175,7 +190,8 @@ FAULTS: Final[dict[str, Fault]] = {
     ),
     "replicas-misplaced": Fault(
         why="replicas follow their blocks", caught=("NOT SOUND", "invariants"), plant=peers.misplace_replicas,
-        world={"replicas": 2},
+        operations={"read": 30, "store": 60, "remove": 10},
+        world={"replicas": 2, "slabs": 9},
     ),
     "drained-at-once": Fault(
         why="a node is drained when nobody reads or writes on it any more", caught=("is drained",),
@@ -184,5 +200,6 @@ FAULTS: Final[dict[str, Fault]] = {
     "quotas-not-looked-at": Fault(
         why="a tenant holds no more than its quota", caught=("above its quota",), plant=peers.look_at_no_quota,
         world={"quota_blocks": 12},
+        first=3,
     ),
 }  # fmt: skip

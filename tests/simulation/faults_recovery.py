@@ -34,13 +34,14 @@ def no_grace(patches: Patches) -> None:
 
 
 def epoch_of_the_wall(patches: Patches) -> None:
-    """The epoch is what the wall clock says, whatever it was before."""
+    """The epoch is what the wall clock says, whatever it was before, and whatever nodes have seen."""
     begin: Callable[..., Start] = State.begin
     patches.set(
         State,
         "begin",
         lambda one, wall_s, settings: replace(begin(one, wall_s, settings), epoch=int(wall_s)),
     )
+    patches.set(Shell, "meet", lambda *_: None)
 
 
 def forget_tombstones(patches: Patches) -> None:
@@ -97,7 +98,7 @@ def compare_no_epochs(patches: Patches) -> None:
         return registered(session, event, now_ms)
 
     patches.set(Session, "_registered", obey)
-    patches.set(Shell, "meet", lambda shell, epoch_seen: None)
+    patches.set(Shell, "meet", lambda *_: None)
 
 
 def adopt_nothing(patches: Patches) -> None:

@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -71,11 +72,15 @@ class Network:
         def arrived() -> None:
             """It is there, unless the link is cut."""
             if machine in self.cut:
-                self._held.setdefault(machine, []).append(lambda: self.carry(machine, arrive))
+                self.hold(machine, lambda: self.carry(machine, arrive))
             else:
                 arrive()
 
         self.hub.at(self.delay_us() if delay_us is None else delay_us, arrived)
+
+    def hold(self, machine: str, again: Callable[[], None]) -> None:
+        """Do something when the machine is reached again."""
+        self._held.setdefault(machine, []).append(again)
 
     def cut_off(self, machine: str) -> None:
         """Partition the machine from the Master."""
@@ -189,6 +194,7 @@ class Stream:
         self._over = False
         self._far_over = False
         self._last_us = {"up": 0, "down": 0}
+        self._ways: dict[str, deque[Callable[[], object]]] = {"up": deque(), "down": deque()}
         self._early: list[tuple[str, bytes]] = []
         self.far: Any = None
         network.streams.append(self)
@@ -232,16 +238,16 @@ class Stream:
         hub = self._network.hub
         due_us = max(hub.now_us + self._network.delay_us(), self._last_us[way] + 1)
         self._last_us[way] = due_us
-        machine = self.process.machine
+        self._ways[way].append(arrive)
+        hub.at(due_us - hub.now_us, lambda: self._next(way))
 
-        def arrived() -> None:
-            """In order, also when the link was cut meanwhile."""
-            if machine in self._network.cut:
-                self._network._held.setdefault(machine, []).append(lambda: self._carry(way, arrive))
-            else:
-                arrive()
-
-        hub.at(due_us - hub.now_us, arrived)
+    def _next(self, way: str) -> None:
+        """One more arrives: the first that was sent, also when the link was cut meanwhile."""
+        machine, network = self.process.machine, self._network
+        if machine in network.cut:
+            network.hold(machine, lambda: network.hub.at(network.delay_us(), lambda: self._next(way)))
+        else:
+            self._ways[way].popleft()()
 
     def _arrive(self) -> None:
         master = self._network.listener

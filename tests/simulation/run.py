@@ -19,8 +19,8 @@ from simulation.doubles import Patches, installed
 from simulation.hub import Hub
 from simulation.kernel import Kernel
 from simulation.network import Network
-from simulation.sockets import Wires
 from simulation.watch import watch
+from simulation.wires import Wires
 from simulation.world import Plan, World
 
 TMPFS: Final = "/dev/shm"

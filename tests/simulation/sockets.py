@@ -1,13 +1,7 @@
-"""TCP between machines, below Python's sockets: what data ports and those who use them take for `socket` and `select`.
+"""What data ports and those who use them take for `socket` and `select`: descriptors of the ends in wires.py.
 
-Rules
-  - Bytes keep their order and come in chunks, each in its time. A sender has at most WINDOW_BYTES on their way, or
-    unread at the other side.
-  - A direction between two machines may be cut: what goes that way waits, acknowledgements of the other way too. Who
-    ends, closes or resets is heard of in the same order as bytes.
-  - A connection is made, and its bytes are taken in, by the kernel: also while a process is stopped. They get into its
-    memory when it goes on.
-  - Every chunk that is copied from or into memory is told to `before_copy` and `after_copy`, in the thread that copies.
+Bytes get into a process's memory, and out of it, only while it runs. Every chunk that is copied so is told to
+`before_copy` and `after_copy` of the wires, in the thread that copies.
 """
 
 from __future__ import annotations
@@ -17,179 +11,14 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final
 
-from simulation.hub import Hub, Process, Waiter
-from simulation.network import Network
+from simulation.hub import Waiter
+from simulation.wires import CHUNK_BYTES_MAX, FOR_EVER_US, WINDOW_BYTES, End, Wires
 
-WINDOW_BYTES: Final = 12 << 10
-CHUNK_BYTES_MAX: Final = 3 << 10
 _TIMEVAL: Final = struct.Struct("@ll")
-_FOR_EVER_US: Final = 1 << 62
-
-
-class Wires:
-    """All TCP connections of a world. cut: directions, (from, to), in which nothing arrives now."""
-
-    def __init__(self, hub: Hub, network: Network) -> None:
-        self.hub = hub
-        self.network = network
-        self.cut: set[tuple[str, str]] = set()
-        self.listeners: dict[tuple[str, int], Listener] = {}
-        self.machines: dict[str, str] = {}
-        """By host, as addresses name it."""
-        self.before_copy: Callable[[], object] = lambda: None
-        self.after_copy: Callable[[], object] = lambda: None
-        self._processes: set[Process] = set()
-        self._ends: list[End] = []
-
-    def open(self, process: Process) -> End:
-        """One end of a connection to be."""
-        if process not in self._processes:
-            self._processes.add(process)
-            process.on_end.append(lambda: self._ended(process))
-        end = End(self, process)
-        self._ends = [one for one in self._ends if one.handles or one.way]
-        self._ends.append(end)
-        return end
-
-    def cut_way(self, source: str, target: str) -> None:
-        """Let nothing through from one machine to another."""
-        if (source, target) not in self.cut:
-            self.cut.add((source, target))
-            self.hub.note(f"{source} -> {target} is cut")
-
-    def mend_way(self, source: str, target: str) -> None:
-        """What waited goes on."""
-        if (source, target) in self.cut:
-            self.cut.discard((source, target))
-            self.hub.note(f"{source} -> {target} is mended")
-            for end in list(self._ends):
-                end.go_on()
-
-    def reset(self, machine: str) -> None:
-        """All connections of a machine break, for both sides."""
-        self.hub.note(f"connections of {machine} are reset")
-        for end in list(self._ends):
-            if end.machine == machine and end.far is not None:
-                end.far.break_off()
-                end.break_off()
-
-    def _ended(self, process: Process) -> None:
-        for end in list(self._ends):
-            if end.process is process and end.handles:
-                end.handles = 0
-                end.say_over()
-
-
-class End:
-    """One end of a connection, as the kernel keeps it. handles: descriptors that mean it; 0: it is closed."""
-
-    def __init__(self, wires: Wires, process: Process) -> None:
-        self.wires = wires
-        self.process = process
-        self.machine = process.machine
-        self.far: End | None = None
-        self.handles = 1
-        self.arrived = bytearray()
-        self.unread_there = 0
-        """Bytes that were sent and that the other side has not taken, as far as we know."""
-        self.connected = self.ended = self.broken = self.shut = False
-        self._told = False
-        self._waiters: list[Waiter] = []
-        self.way: deque[tuple[int, str, Callable[[], object]]] = deque()
-        """What is on its way: when it is due, to which machine, what happens there."""
-        self._moving = False
-        self._credit = 0
-
-    def send(self, target: str, arrive: Callable[[], object]) -> None:
-        """Let something happen at the other machine, after all that was sent before."""
-        hub = self.wires.hub
-        due_us = hub.now_us + self.wires.network.delay_us()
-        if self.way:
-            due_us = max(due_us, self.way[-1][0] + 1)
-        self.way.append((due_us, target, arrive))
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Move what is on its way, unless the way is cut; and tell what was read."""
-        if self.way and not self._moving and (self.machine, self.way[0][1]) not in self.wires.cut:
-            self._moving = True
-            self.wires.hub.at(self.way[0][0] - self.wires.hub.now_us, self._next)
-        self._acknowledge(0)
-
-    def _next(self) -> None:
-        self._moving = False
-        if (self.machine, self.way[0][1]) not in self.wires.cut:
-            self.way.popleft()[2]()
-        self.go_on()
-
-    def take_in(self, data: bytes) -> None:
-        """Bytes are here."""
-        if self.handles and not self.shut:
-            self.arrived += data
-            self.changed()
-        elif self.far is not None:  # nobody wants them: reset
-            far = self.far
-            self.send(far.machine, far.break_off)
-
-    def read(self, piece: memoryview) -> int:
-        """Give bytes that are here to their reader; some, or none."""
-        size = min(len(piece), len(self.arrived), CHUNK_BYTES_MAX)
-        piece[:size] = self.arrived[:size]
-        del self.arrived[:size]
-        self._acknowledge(size)
-        return size
-
-    def _acknowledge(self, size: int) -> None:
-        self._credit += size
-        if self._credit and self.far is not None and (self.machine, self.far.machine) not in self.wires.cut:
-            self.far.unread_there -= self._credit
-            self._credit = 0
-            self.far.changed()
-
-    def say_over(self) -> None:
-        """Tell the other side, once, that nothing comes any more; that all is lost, if something was not read."""
-        if self.far is not None and not self._told and not self.broken:
-            self._told = True
-            far = self.far
-            self.send(far.machine, far.break_off if self.arrived else far.hear_end)
-        self.changed()
-
-    def hear_end(self) -> None:
-        """The other side says no more."""
-        self.ended = True
-        self.changed()
-
-    def break_off(self) -> None:
-        """The connection is gone, and what was not read with it."""
-        self.broken = True
-        self.arrived.clear()
-        self.changed()
-
-    def changed(self) -> None:
-        """Whoever waits looks again."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.fire()
-
-    def wait(self, until_us: int) -> None:
-        """Until something has changed, or for that long."""
-        waiter = Waiter(self.wires.hub)
-        self._waiters.append(waiter)
-        waiter.wait(None if until_us >= _FOR_EVER_US else max(0, until_us - self.wires.hub.now_us))
-
-    @property
-    def writable(self) -> bool:
-        """Would sending not wait?"""
-        return self.broken or self.shut or self.unread_there < WINDOW_BYTES
-
-    @property
-    def readable(self) -> bool:
-        """Would receiving not wait?"""
-        return bool(self.arrived) or self.broken or self.shut or self.ended
 
 
 class Socket:
@@ -204,8 +33,8 @@ class Socket:
     def _adopt(self, end: End) -> None:
         self.end = end
         self._closed = False
-        self._timeout_us = _FOR_EVER_US
-        self._receive_us = _FOR_EVER_US
+        self._timeout_us = FOR_EVER_US
+        self._receive_us = FOR_EVER_US
 
     @classmethod
     def of(cls, end: End) -> Socket:
@@ -213,6 +42,9 @@ class Socket:
         made = cls.__new__(cls)
         made._adopt(end)
         return made
+
+    def __hash__(self) -> int:
+        return self.end.number  # so that the order of a set is the same each time
 
     def dup(self) -> Socket:
         """See socket.socket."""
@@ -227,13 +59,13 @@ class Socket:
 
     def settimeout(self, seconds: float | None) -> None:
         """See socket.socket."""
-        self._timeout_us = _FOR_EVER_US if seconds is None else int(seconds * 1e6)
+        self._timeout_us = FOR_EVER_US if seconds is None else int(seconds * 1e6)
 
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
         """See socket.socket."""
         if isinstance(value, bytes) and (level, option) == (socket.SOL_SOCKET, socket.SO_RCVTIMEO):
             seconds, part_us = _TIMEVAL.unpack(value)
-            self._receive_us = seconds * 1_000_000 + part_us or _FOR_EVER_US
+            self._receive_us = seconds * 1_000_000 + part_us or FOR_EVER_US
 
     def getpeername(self) -> tuple[str, int]:
         """See socket.socket."""

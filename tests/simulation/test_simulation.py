@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-SEEDS = 80
+SEEDS = 70
 JOBS = 2
 MUST_HAPPEN = (
     "verified blocks",
@@ -23,8 +23,20 @@ MUST_HAPPEN = (
     "trouble: kill_master",
     "trouble: kill_node",
     "trouble: kill_worker",
-    "trouble: stopped while copying",
+    "trouble: stop_worker while copying",
+    "trouble: stop_node while copying",
     "trouble: lose_state",
+    "trouble: lose_node",
+    "trouble: cut_peers",
+    "trouble: stall_port",
+    "peer writes",
+    "blocks loaded from other nodes",
+    "blocks copied by nodes",
+    "replicas looked at in the end",
+    "stored in shares",
+    "store: over_quota",
+    "nodes drained",
+    "drained nodes removed",
 )
 """Without these the seeds would prove little."""
 

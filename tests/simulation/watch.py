@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from simulation.checkers import Checkers
     from simulation.doubles import Patches
     from simulation.hub import Hub
-    from simulation.sockets import Wires
     from simulation.trouble import Trouble
+    from simulation.wires import Wires
 
 TORN_PERMILLE = 15
 """How often a header is seen half written."""

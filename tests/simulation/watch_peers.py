@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from simulation.checkers import Checkers
     from simulation.doubles import Patches
     from simulation.hub import Hub
-    from simulation.sockets import Wires
     from simulation.trouble import Trouble
+    from simulation.wires import Wires
 
 NO_DEADLINE_MS: Final = 1 << 62
 

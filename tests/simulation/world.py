@@ -23,10 +23,10 @@ from simulation.master_process import MasterProcess
 from simulation.network import Manners, Network
 from simulation.node_process import NodeProcess, host_of
 from simulation.operator_process import OperatorProcess
-from simulation.sockets import Wires
 from simulation.traffic import OPERATIONS, Traffic, store_and_read
 from simulation.trouble import ALL, Profile, Trouble
 from simulation.verdict import Promises, leaks
+from simulation.wires import Wires
 from simulation.worker_process import WorkerProcess
 
 SECOND_US: Final = 1_000 * MS
