@@ -117,7 +117,10 @@ class Pool:
         self._now_ms = start_ms
         for spec in memory.namespaces:
             self._add(spec)
-        self._verbs: dict[type, Callable[[Any, int], Any]] = {
+        self._verbs = self._table_of_verbs()
+
+    def _table_of_verbs(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {
             m.OpenNamespace: self._open,
             m.Lookup: lambda command, now_ms: self.reading.lookup(
                 command, self._tree(command.namespace, command.chain), now_ms
