@@ -192,6 +192,9 @@ class Judge:
                     cell.sure = False
             elif all(cell.sure for cell in block.cells()):
                 gone.add(ref)
+            else:
+                for cell in block.everything():
+                    cell.sure = False  # a part of it was in doubt: all of it may be gone
         assert set(must) <= gone, f"still there: {set(must) - gone}"
         if evicting is None:
             assert gone <= set(may) | set(must), f"vanished for no reason: {gone - set(may) - set(must)}"
