@@ -42,7 +42,7 @@ Answer = Outcome | KVPoolError
 NOTHING: frozenset[Ref] = frozenset()
 TICKS_TO_REST_MAX = 300
 TICKS_AT_REST = 3
-SLICES_AT_REST = 24
+SLICES_AT_REST = 40
 """Slices of a retired node or a purge may pass over many a span that is long gone before anything shows."""
 
 

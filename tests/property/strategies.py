@@ -140,7 +140,6 @@ _MANY = replace(
     report_window_ms=300,
     report_hold_ms=700,
     probe_ms=200,
-    retire_spans_max=2,
 )
 MANY_SETTINGS = {
     "base": _MANY,

@@ -25,7 +25,7 @@ NODES: Final[Profile] = {"kill_master": 3, "kill_node": 4, "leave_node": 2, "cut
 PEERS: Final[Profile] = {"cut_peers": 12, "stop_worker": 6, "kill_worker": 4, "stall_port": 6}
 KILLED: Final[Profile] = {"cut_peers": 12, "kill_worker": 10, "stall_port": 6}
 STORES: Final = {"read": 15, "store": 80, "remove": 5}
-CUT_MASTERS: Final[Profile] = {"kill_master": 5, "cut_peers": 12, "stall_port": 8, "stop_node": 2}
+CUT_MASTERS: Final[Profile] = {"kill_master": 4, "cut_peers": 12, "stall_port": 8}
 DRAINS: Final[Profile] = {"drain_node": 8, "stop_worker": 4, "cut_peers": 2}
 SMALL: Final = {"machines": 2, "slabs": 3, "replicas": 1, "copy_hits_min": 0}
 """So that what is free is soon used again."""
@@ -168,7 +168,10 @@ FAULTS: Final[dict[str, Fault]] = {
     "ports-take-former-epochs": Fault(
         why="only the ruling epoch's capabilities write (and end in time, and slots are looked at: all removed)",
         caught=(*WRITERS, *LEASE), plant=peers.take_former_epochs, profile=CUT_MASTERS,
-        first=9,
+        trouble_us=900_000,
+        operations=STORES,
+        world=SMALL,
+        first=7,
     ),
     "fences-end-nothing": Fault(
         why="slots are cleared when nothing is written in them any more", caught=("is cleared while", *WRITERS),
